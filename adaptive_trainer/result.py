@@ -1,0 +1,43 @@
+"""What a call of ``fit`` gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from adaptive_trainer.events import Event, Fallback
+    from adaptive_trainer.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How a run ended.
+
+    Attributes:
+        steps: Optimizer steps done in all.
+        epochs: Epochs completed in all.
+        plan: The last plan.
+        fallbacks: The fallbacks of this call, in order.
+        loss: The last step's loss; None if there was no step.
+        losses: One loss for each step of this call.
+        metrics: The last evaluation's metrics, empty if there was none.
+        peak_bytes: The highest memory use of a step; None where nothing measures it.
+        seconds: How long this call took.
+        events: The journal of this call.
+        run_dir: Where the journal lies on disk, if anywhere.
+    """
+
+    steps: int
+    epochs: int
+    plan: Plan
+    fallbacks: tuple[Fallback, ...] = ()
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    seconds: float = 0.0
+    events: tuple[Event, ...] = ()
+    run_dir: Path | None = None
