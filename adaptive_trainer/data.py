@@ -1,0 +1,204 @@
+"""Data set, loader or any iterable -> a sequence of batches, one for each optimizer step.
+
+A batch is fetched once and replayed from memory, so a failed step costs no sample. While the user's code produces a
+batch nothing is caught: whatever it raises passes through untouched, and the iterator is not used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from adaptive_trainer.errors import DataError, RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The batch of one optimizer step.
+
+    Attributes:
+        batch: As the loader gave it.
+        expected: Samples that the loader says it has; None where it does not say.
+    """
+
+    batch: Any
+    expected: int | None
+
+
+class _Order(Sampler[list[int]]):
+    """The index lists of one epoch: a permutation that depends on seed and epoch alone, cut into batches."""
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return math.ceil(self._num_samples / self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self._num_samples)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self.epoch)
+            order = torch.randperm(self._num_samples, generator=generator)
+        for chunk in order.split(self._batch_size):
+            yield chunk.tolist()
+
+
+class Source:
+    """The batches of one epoch after the other.
+
+    Attributes:
+        num_taken: Batches taken from the present epoch.
+
+    Args:
+        data: A `Dataset`, a `DataLoader`, or any iterable of batches.
+        key: What the user calls it, for messages.
+        batch_size: Samples of a batch; for a data set only.
+        shuffle: Whether a data set's order is drawn anew for each epoch.
+        collate_fn: As `DataLoader` takes it; for a data set only.
+        num_workers: As `DataLoader` takes it; for a data set only.
+        seed: Of the order.
+
+    Raises:
+        RecipeError: ``batch_size`` is missing, or given where the data have their own.
+        DataError: The data cannot be iterated over, or are empty.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        key: str = "data",
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        collate_fn: Any = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self._key = key
+        self._data = data
+        self._order: _Order | None = None
+        self._iterator: Iterator[Any] | None = None
+        self.num_taken = 0
+        self._batch_size = batch_size if isinstance(data, DataLoader) else None
+        self.loader: Iterable[Any] = data
+        if isinstance(data, DataLoader) or not _holds_samples(data, batch_size):
+            self._refuse_batch_size(batch_size)
+            return
+        if batch_size is None:
+            raise RecipeError(
+                f"batch_size: missing, and {key} is a {type(data).__name__}; type for example batch_size=32 "
+                "(samples per optimizer step), or give a DataLoader"
+            )
+        self._batch_size = batch_size
+        options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
+        # A generator of its own, because iterating over a loader draws from the global stream otherwise.
+        options["generator"] = torch.Generator().manual_seed(seed)
+        if isinstance(data, IterableDataset):
+            self.loader = DataLoader(data, batch_size=batch_size, **options)
+            return
+        if not len(data):
+            raise DataError(f"{key}: it is empty (its length is 0)")
+        self._order = _Order(len(data), batch_size, seed, shuffle=shuffle)
+        self.loader = DataLoader(data, batch_sampler=self._order, **options)
+
+    @classmethod
+    def for_evaluation(cls, data: Any, **options: Any) -> Source:
+        """The batches of an evaluation set, in its own order.
+
+        A batch size that belongs to the training data is only used where the evaluation data need one.
+        """
+        if isinstance(data, DataLoader) or not _holds_samples(data, None):
+            options["batch_size"] = None
+        elif options.get("batch_size") is None:
+            options["batch_size"] = 1
+        return cls(data, key="eval_data", shuffle=False, **options)
+
+    def _refuse_batch_size(self, batch_size: int | None) -> None:
+        if batch_size is not None:
+            raise RecipeError(
+                f"batch_size: {batch_size} was given, but {self._key} is a {type(self._data).__name__}, which makes "
+                "its own batches; leave batch_size out, or give the Dataset itself"
+            )
+        if isinstance(self._data, str | bytes | Mapping) or not hasattr(self._data, "__iter__"):
+            raise DataError(
+                f"{self._key}: a {type(self._data).__name__} is no Dataset, no DataLoader and no iterable of batches"
+            )
+        self._batch_size = getattr(self._data, "batch_size", None) if isinstance(self._data, DataLoader) else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch; None where only the batches themselves tell."""
+        return self._batch_size
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of an epoch; None where they cannot be counted beforehand."""
+        if not isinstance(self.loader, Sized) or isinstance(getattr(self.loader, "dataset", None), IterableDataset):
+            return None
+        try:
+            return len(self.loader)
+        except TypeError:  # a loader has a length only if its sampler has one
+            return None
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether an epoch was begun that has batches left, or may have."""
+        return self._iterator is not None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a second epoch sees data again: an iterator that is its own is used up after the first."""
+        return not isinstance(self._data, Iterator)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start epoch ``epoch``, counted from 0. Tells it to whatever of the user's wants to know."""
+        if self._order is not None:
+            self._order.epoch = epoch
+        told: list[Any] = []
+        for owner in (self.loader, *_parts(self.loader)):
+            if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
+                owner.set_epoch(epoch)
+                told.append(owner)
+        self.num_taken = 0
+        self._iterator = iter(self.loader)
+
+    def next(self) -> Fetched | None:
+        """The next batch of the epoch, None at its end.
+
+        Raises:
+            DataError: No epoch was begun, or its iterator has failed.
+        """
+        iterator, self._iterator = self._iterator, None
+        if iterator is None:
+            raise DataError(f"{self._key}: its iterator has failed or has ended, and is not used again")
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return None
+        self._iterator = iterator
+        self.num_taken += 1
+        return Fetched(batch, self._batch_size)
+
+
+def _holds_samples(data: Any, batch_size: int | None) -> bool:
+    """Whether ``data`` gives samples, that still have to be put together into batches."""
+    if isinstance(data, Dataset):
+        return True
+    has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return batch_size is not None and has_items and not isinstance(data, str | bytes | Mapping)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """What of a loader may want to be told the epoch."""
+    parts = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return [part for part in (*parts, inner) if part is not None]

@@ -1,0 +1,288 @@
+"""The walk of one run down the ladder: what was tried, what is known to fit, and what comes next.
+
+`Descent` remembers; `decide` judges. Training and evaluation each have a walk of their own, over the same ladder.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+from adaptive_trainer.diagnosis import Symptoms, diagnose
+from adaptive_trainer.errors import LadderExhausted
+from adaptive_trainer.events import Fallback, Fidelity, OutOfMemory
+from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Traits, decide
+from adaptive_trainer.oom import Verdict
+from adaptive_trainer.plan import sizes
+from adaptive_trainer.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from adaptive_trainer.boundary import Failure
+    from adaptive_trainer.events import Event
+    from adaptive_trainer.plan import Plan
+
+#: Batches that the usual length is taken from.
+_REMEMBERED = 101
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the walk has to get through at the moment: one batch, or none while a model is loaded or built.
+
+    Attributes:
+        num_rows: Its samples on this process; None where nothing counts them.
+        num_elements: Elements of all its tensors.
+        shapes: Of its tensors, by their place.
+    """
+
+    num_rows: int | None = None
+    num_elements: int = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is read of model and machine when an attempt has failed.
+
+    Attributes:
+        traits: What the model is like.
+        total_bytes: What the device has, or the limit; None where unknown.
+        held_bytes: What the failed attempt still holds after the clean-up; None where unknown.
+        host_is_device: The training runs on the CPU, so host memory is the device's.
+        undoable: The step can be done again.
+    """
+
+    traits: Traits = field(default_factory=Traits)
+    total_bytes: int | None = None
+    held_bytes: int | None = None
+    host_is_device: bool = False
+    undoable: bool = True
+
+
+class Descent:
+    """One walk.
+
+    Args:
+        ladder: The rungs.
+        plan: Where the walk begins.
+        record: Takes each event.
+        stamp: Gives step and rank for events.
+        traits: Reads the model's traits now, for failures that only may be memory.
+        scope: What a new plan holds for.
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        plan: Plan,
+        record: Callable[[Event], None],
+        *,
+        traits: Callable[[], Traits],
+        scope: Literal["run", "evaluation"] = "run",
+    ) -> None:
+        self.ladder = ladder
+        self.plan = plan
+        self.start = plan
+        self.load = Load()
+        self.trail: list[OutOfMemory | Fallback] = []
+        self.undone: set[str] = set()
+        self._record = record
+        self._traits = traits
+        self._scope: Literal["run", "evaluation"] = scope
+        self._step_plan: Plan | None = None
+        self._used: set[str] = set()
+        self._suspected_once = False
+        self._first: Failure | None = None
+        self._usual: deque[int] = deque(maxlen=_REMEMBERED)
+        self._fitting_elements = 0.0
+
+    @property
+    def now(self) -> Plan:
+        """The plan of the next attempt."""
+        return self._step_plan or self.plan
+
+    def face(self, load: Load) -> None:
+        """A new batch comes, and the ladder is whole again for it."""
+        self.load = load
+        self._step_plan = None
+        self._used.clear()
+        self._suspected_once = False
+
+    def passed(self, pieces: tuple[int, ...]) -> None:
+        """The batch got through in ``pieces``."""
+        self._usual.append(self.load.num_elements)
+        if self.load.num_rows:
+            largest = self.load.num_elements * pieces[0] / self.load.num_rows
+            self._fitting_elements = max(self._fitting_elements, largest)
+
+    def answerable(self, failure: Failure) -> bool:
+        """Whether the ladder has an answer to a failure; asked while the exception is still in flight."""
+        if not self.ladder:
+            return False
+        if failure.refused is not None:
+            return self.switched_on(failure.refused)
+        if failure.recognition.verdict is Verdict.SUSPECTED:
+            return not self._suspected_once and isinstance(
+                decide(self.ladder, self._situation(self._event(failure, Surroundings()), self._traits(), failure)),
+                Descend,
+            )
+        return True
+
+    def switched_on(self, rung: str) -> bool:
+        """Whether it was this walk that took a rung, and may take it back."""
+        return self._without(rung) != self.now
+
+    def fall(self, failure: Failure, around: Surroundings, *, step: int, rank: int = 0) -> Descend:
+        """Record a failure and go one rung down.
+
+        Returns:
+            What was decided; `now` is the plan of the next attempt.
+
+        Raises:
+            LadderExhausted: No rung is left.
+        """
+        event = replace(self._event(failure, around), step=step, rank=rank)
+        self._first = self._first or failure
+        self._suspected_once = self._suspected_once or failure.recognition.verdict is Verdict.SUSPECTED
+        self._note(event)
+        if not around.undoable:
+            self._give_up(event, {"every rung": "the step was half done and no copy of the state before it was held"})
+        return self._descend(event, around, failure)
+
+    def take_back(self, rung: str, reason: str, around: Surroundings, *, step: int, rank: int = 0) -> Descend | None:
+        """Undo a rung that this walk has taken, never to take it again, and go on with the next one.
+
+        Returns:
+            The step further down, for the failure that the rung was the answer to; None if there was none.
+
+        Raises:
+            LadderExhausted: No other rung is left.
+        """
+        old, new = self.now, self._without(rung)
+        self.undone.add(rung)
+        self._step_plan, self.plan = None, new
+        self._note(
+            Fallback(
+                step=step,
+                rank=rank,
+                rung=f"undo:{rung}",
+                old=old,
+                new=new,
+                fidelity=Fidelity.CHANGED,
+                reason=reason,
+                held_bytes=around.held_bytes,
+                num_rows=self.load.num_rows,
+            )
+        )
+        failures = [entry for entry in self.trail if isinstance(entry, OutOfMemory)]
+        if not failures:
+            return None
+        event = replace(failures[-1], step=step, rank=rank, plan=new, num_rows=self.load.num_rows)
+        return self._descend(event, around, None)
+
+    def _descend(self, event: OutOfMemory, around: Surroundings, failure: Failure | None) -> Descend:
+        decision = decide(self.ladder, self._situation(event, around.traits, failure))
+        if isinstance(decision, GiveUp):
+            self._give_up(event, decision.skipped)
+        old, new = self.now, decision.plan
+        alone = decision.this_step_only and self._scope == "run"
+        if new == old:
+            self._used.add(decision.rung.name)
+        elif alone:
+            self._step_plan = new
+        else:
+            # A long batch's own split stays its own when a build rung is taken on top of it.
+            self.plan = new if self._step_plan is None else replace(new, micro_batch=self.plan.micro_batch)
+            self._step_plan = None if self._step_plan is None else new
+        self._note(
+            Fallback(
+                step=event.step,
+                rank=event.rank,
+                rung=decision.rung.name,
+                old=old,
+                new=new,
+                fidelity=decision.fidelity,
+                skipped=dict(decision.skipped),
+                reason=f"frees {decision.rung.gives}",
+                scope="step" if alone else self._scope,
+                held_bytes=around.held_bytes,
+                num_rows=self.load.num_rows,
+            )
+        )
+        return decision
+
+    def _give_up(self, event: OutOfMemory, skipped: Mapping[str, str]) -> NoReturn:
+        assert self._first is not None  # noqa: S101  there is an event, so there was a failure
+        where = f"step {event.step + 1}, phase {event.phase}"
+        asked = "" if event.requested_bytes is None else f" (asked for {format_bytes(event.requested_bytes)})"
+        reasons = "\n".join(f"  {rung}: {reason}" for rung, reason in skipped.items())
+        raise LadderExhausted(
+            f"out of memory in {where}{asked} under the plan: {event.plan}. No rung is left:\n{reasons}\n"
+            "Give more memory (memory_limit, another device), a smaller model, or a ladder with more rungs.",
+            self.trail,
+            dict(skipped),
+        ) from self._first.fresh()
+
+    def _situation(self, event: OutOfMemory, traits: Traits, failure: Failure | None) -> Situation:
+        rows, elements = self.load.num_rows, self.load.num_elements
+        fits = int(self._fitting_elements * rows / elements) if rows and elements and self._fitting_elements else None
+        return Situation(
+            plan=event.plan,
+            event=event,
+            traits=traits,
+            num_rows=rows,
+            fitting_rows=fits or None,
+            suspected=failure is not None and failure.recognition.verdict is Verdict.SUSPECTED,
+            used=frozenset(self._used),
+            undone=frozenset(self.undone),
+        )
+
+    def _event(self, failure: Failure, around: Surroundings) -> OutOfMemory:
+        recognition, numbers = failure.recognition, failure.recognition.numbers
+        suspected = recognition.verdict is Verdict.SUSPECTED
+        cause = diagnose(
+            Symptoms(
+                phase=failure.phase,
+                numbers=numbers,
+                host=recognition.host and not around.host_is_device,
+                suspected=suspected,
+                num_elements=self.load.num_elements,
+                usual_elements=statistics.median(self._usual) if self._usual else None,
+            )
+        )
+        return OutOfMemory(
+            step=0,
+            phase=failure.phase,
+            cause=cause,
+            message=recognition.message,
+            requested_bytes=numbers.requested_bytes,
+            allocated_bytes=numbers.allocated_bytes,
+            reserved_bytes=numbers.reserved_bytes,
+            free_bytes=numbers.free_bytes,
+            total_bytes=around.total_bytes if numbers.total_bytes is None else numbers.total_bytes,
+            other_processes_bytes=numbers.other_processes_bytes,
+            plan=self.now,
+            input_shapes=dict(self.load.shapes),
+            num_rows=self.load.num_rows,
+        )
+
+    def _note(self, event: OutOfMemory | Fallback) -> None:
+        self.trail.append(event)
+        self._record(event)
+
+    def _without(self, rung: str) -> Plan:
+        """The present plan without what a rung has switched on since the start."""
+        if rung == "amp":
+            return replace(self.now, precision=self.start.precision)
+        return replace(self.now, gradient_checkpointing=self.start.gradient_checkpointing)
+
+
+def pieces(plan: Plan, load: Load, traits: Traits) -> tuple[int, ...]:
+    """How a batch is cut under a plan; one piece where its samples cannot be counted."""
+    if load.num_rows is None:
+        return (0,)
+    return sizes(load.num_rows, plan.micro_batch, traits.smallest_piece)

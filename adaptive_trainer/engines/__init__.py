@@ -1,0 +1,1 @@
+"""Built things that can attempt and commit a step."""

@@ -1,0 +1,258 @@
+"""The engine of plain torch: one process, autocast, gradient checkpointing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from adaptive_trainer import precision, recompute
+from adaptive_trainer.batches import cut, tensors_of, to_device
+from adaptive_trainer.boundary import Boundary
+from adaptive_trainer.engines.base import Committed, Computed, Evaluated
+from adaptive_trainer.objective import zero_gradients
+from adaptive_trainer.phases import Phase
+from adaptive_trainer.state import Rewind, StateCopy, TrainState
+from adaptive_trainer.traits import needs_closure
+from adaptive_trainer.weights import shares
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.optim import Optimizer
+
+    from adaptive_trainer.boundary import Failure
+    from adaptive_trainer.engines.base import Task
+    from adaptive_trainer.objective import Measured
+    from adaptive_trainer.plan import Build
+
+
+class NativeEngine:
+    """Attempts and commits steps with plain torch. Built by `adaptive_trainer.engines.build.build`."""
+
+    def __init__(self, build: Build, state: TrainState, task: Task) -> None:
+        assert state.optimizer is not None  # noqa: S101  `build` has made it
+        self.build = build
+        self.model = state.model
+        self._state = state
+        self._task = task
+        self._track = task.track
+        self._objective = task.objective
+        self._optimizer: Optimizer = state.optimizer
+        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._precision = precision.of(build.precision, task.device)
+        self._precision.load(state.scaler)
+        self._count = task.objective.counter(self.model)
+        self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
+        loss = task.objective.loss
+        roots = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
+        self._rewind = Rewind(roots, self.model.parameters(), task.device)
+        self._closure = needs_closure(self._optimizer)
+        self._copy: StateCopy | None = None
+        self._copies_always = self._closure
+        self._moments: list[int] = []
+
+    # One step, from prepare to commit.
+
+    def prepare(self) -> None:
+        """Remember the state from which the next step starts."""
+        self._copy = None
+        if self._copies_always or not self._state.optimizer_has_stepped:
+            # A host too small for the copy is no reason not to train: the step is then merely harder to undo.
+            with Boundary(self._track, lambda failure: failure.is_memory):
+                self._copy = StateCopy(self._parameters, self._optimizer)
+        self._rewind.take()
+
+    def attempt(self, batch: Any, sizes: tuple[int, ...]) -> Computed | Failure:
+        """Compute the gradients of a step."""
+        with Boundary(self._track, self._task.answerable) as boundary:
+            if self._closure:
+                return self._closure_step(batch, sizes)
+            computed = Computed(self._gradients(batch, sizes))
+            # A forward that changes parameters is found out in its first step, and copied from then on.
+            self._copies_always = self._copies_always or self._rewind.parameters_moved
+            return computed
+        return boundary.failed
+
+    def commit(self, computed: Computed) -> Committed | Failure:
+        """Move optimizer and schedule."""
+        lr = self._learning_rate()
+        self._moments = self._versions()
+        with Boundary(self._track, self._task.answerable) as boundary:
+            with self._track.enter(Phase.OPTIMIZER):
+                moved = self._closure or self._precision.step(
+                    self._optimizer, self._parameters, self._task.max_grad_norm, computed.loss
+                )
+            self._optimizer.zero_grad(set_to_none=True)
+            loss = computed.loss.item()
+            if moved:
+                self._schedule(loss)
+                self._state.optimizer_has_stepped = True
+            self._copy, self._moments = None, []
+            return Committed(loss, lr, moved)
+        return boundary.failed
+
+    def discard(self) -> bool:
+        """Go back to the state that `prepare` remembered. Returns whether that could be done."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._precision.reset()
+        if self._copy is not None:
+            self._copy.restore()
+        elif self._rewind.parameters_moved or (self._moments and self._moments != self._versions()):
+            return False
+        self._moments = []
+        self._rewind.restore()
+        return True
+
+    @property
+    def drew_random_numbers(self) -> bool:
+        """Whether a random stream has moved in this step."""
+        return self._rewind.drew_random_numbers
+
+    # The pieces of a step.
+
+    def _gradients(self, batch: Any, sizes: tuple[int, ...]) -> Tensor:
+        """Accumulate the gradients of the whole batch's loss, which is returned without its graph."""
+        pieces = cut(batch, sum(sizes), sizes)
+        if self._objective.step is not None and self._objective.weight is None:
+            return self._gradients_weighted_afterwards(pieces)
+        counts = [self._count(piece) for piece in pieces]
+        parts = shares(counts, "sum" if self._objective.sums else "mean")
+        if not any(counts):
+            parts = [0.0] * len(parts)
+            zero_gradients(self._parameters)
+        total = torch.zeros((), device=self._task.device)
+        for index, part in enumerate(parts):
+            loss, _ = self._piece(index, pieces, part)
+            total = loss if len(parts) == 1 else total + loss
+        return total
+
+    def _gradients_weighted_afterwards(self, pieces: list[Any]) -> Tensor:
+        """The same where a piece's weight is known only once its loss is: the sum is divided at the end."""
+        total, weights = torch.zeros((), device=self._task.device), 0.0
+        alone = len(pieces) == 1
+        for index in range(len(pieces)):
+            loss, weight = self._piece(index, pieces, None if not alone else 1.0)
+            total, weights = total + loss, weights + weight
+        if weights == 0:
+            zero_gradients(self._parameters)
+        elif not alone and not self._objective.sums:
+            with self._track.enter(Phase.REDUCE), torch.no_grad():
+                for parameter in self._parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(weights)
+            total = total / weights
+        return total
+
+    def _piece(self, index: int, pieces: list[Any], part: float | None) -> tuple[Tensor, float]:
+        """Forward and backward of one piece: its part of the loss, without a graph, and its weight.
+
+        ``part`` is what its loss counts for; None where the weight that the user's step gives has to be used.
+        """
+        with self._track.enter(Phase.DATA, index):
+            piece = to_device(pieces[index], self._task.device)
+            held = self._held(piece)
+        pieces[index] = None
+        with held:
+            with self._track.enter(Phase.FORWARD, index), self._precision.autocast():
+                measured = self._objective.measure(self.model, piece)
+            part, weight = self._part(measured, piece, part)
+            if part == 0 or weight == 0:
+                return torch.zeros((), device=self._task.device), weight
+            loss = measured.loss if part == 1 else measured.loss * part
+            value = loss.detach()
+            del measured
+            with self._track.enter(Phase.BACKWARD, index):
+                self._precision.backward(loss)
+            return value, weight
+
+    def _part(self, measured: Measured, piece: Any, part: float | None) -> tuple[float, float]:
+        """What a piece's loss is multiplied with, and the piece's weight."""
+        if self._objective.step is None or self._objective.weight is not None:
+            return cast("float", part), 1.0
+        weight = self._count(piece) if measured.weight is None else measured.weight
+        if part is not None or self._objective.sums:
+            return 1.0, weight
+        return weight, weight
+
+    def _held(self, piece: Any) -> AbstractContextManager[Any]:
+        """What charges a piece to the memory limit while it is on the device."""
+        return nullcontext() if self._task.budget is None else self._task.budget.hold(tensors_of(piece))
+
+    # Optimizers that evaluate the loss themselves.
+
+    def _closure_step(self, batch: Any, sizes: tuple[int, ...]) -> Computed:
+        """The whole step of such an optimizer; `discard` undoes it from the copy that `prepare` made."""
+
+        def closure() -> Tensor:
+            self._optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                loss = self._gradients(batch, sizes)
+            precision.clip(self._parameters, self._task.max_grad_norm)
+            return loss
+
+        loss = self._optimizer.step(cast("Any", closure))
+        return Computed(torch.as_tensor(loss).detach())
+
+    # What a commit reads and moves beside the optimizer.
+
+    def _learning_rate(self) -> float | None:
+        groups = self._optimizer.param_groups
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+    def _schedule(self, loss: float) -> None:
+        scheduler = self._state.scheduler
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss)
+        elif scheduler is not None:
+            scheduler.step()
+
+    def _versions(self) -> list[int]:
+        """Version counters of the optimizer's state: a step that failed half-way has moved some."""
+        return [
+            value._version  # noqa: SLF001  torch names no other way to it
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+
+    # Evaluation.
+
+    def evaluate(self, batch: Any, sizes: tuple[int, ...]) -> Evaluated | Failure:
+        """Measure a batch without gradients."""
+        self._rewind.take()
+        with Boundary(self._track, self._task.answerable) as boundary, torch.no_grad():
+            found = Evaluated()
+            for index, piece in enumerate(cut(batch, sum(sizes), sizes)):
+                with self._track.enter(Phase.EVALUATE, index):
+                    found += self._evaluated(piece)
+            return found
+        return boundary.failed
+
+    def _evaluated(self, piece: Any) -> Evaluated:
+        moved = to_device(piece, self._task.device)
+        with self._held(moved), self._precision.autocast():
+            measured = self._objective.measure(self.model, moved)
+            weight = float(self._count(piece)) if measured.weight is None else measured.weight
+            if weight == 0:
+                return Evaluated()
+            loss = measured.loss.item() * (1.0 if self._objective.sums else weight)
+            return Evaluated(
+                loss, weight, {name: value * weight for name, value in self._objective.score(measured).items()}
+            )
+
+    # Between engines.
+
+    def export(self) -> TrainState:
+        """What the next engine is built from."""
+        self._state.scaler = self._precision.state()
+        return self._state
+
+    def close(self) -> None:
+        """Take gradient checkpointing off and drop the gradients."""
+        if self._recomputation is not None:
+            self._recomputation.take_off()
+        self._optimizer.zero_grad(set_to_none=True)

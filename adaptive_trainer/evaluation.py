@@ -1,0 +1,85 @@
+"""Evaluation: its own micro-batch and its own walk; whatever happens in it, the training goes on as before."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from adaptive_trainer.descent import Descent
+from adaptive_trainer.engines.base import Evaluated
+from adaptive_trainer.errors import DataError
+from adaptive_trainer.events import Evaluate
+from adaptive_trainer.ladder import Ladder
+from adaptive_trainer.snapshot import RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import nn
+
+    from adaptive_trainer.data import Source
+    from adaptive_trainer.loop import Loop
+
+
+class Evaluation:
+    """Evaluates a loop's model, and remembers between evaluations which micro-batch fits.
+
+    Args:
+        loop: The training whose model is evaluated. Its ladder is walked as far as the rungs leave the build alone.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        rungs = tuple(rung for rung in loop.descent.ladder if rung.name in {"empty_cache", "halve_batch"})
+        ladder = Ladder(rungs, fixed=True)
+        self._walk = Descent(ladder, loop.descent.start, loop.record, traits=loop.traits, scope="evaluation")
+
+    def run(self, source: Source) -> Evaluate:
+        """Metrics over all of ``source``: the mean over all items, whatever the batches.
+
+        Raises:
+            DataError: There is no batch.
+            LadderExhausted: Not even the smallest micro-batch fits.
+        """
+        started = time.perf_counter()
+        loop, found, batches = self._loop, Evaluated(), 0
+        engine = loop.open()
+        # The build is the training's; only the micro-batch is the evaluation's own.
+        self._walk.plan = replace(loop.descent.plan, micro_batch=self._walk.plan.micro_batch)
+        with _undisturbed(engine.model, loop.task.device), loop.walking(self._walk):
+            source.begin_epoch(0)
+            while (fetched := source.next()) is not None:
+                found += loop.evaluate(fetched)
+                batches += 1
+        if not batches:
+            raise DataError("eval_data: it gave no batch")
+        return Evaluate(
+            step=loop.track.step,
+            rank=loop.ranks.rank,
+            metrics=_metrics(found, sums=loop.task.objective.sums),
+            seconds=time.perf_counter() - started,
+        )
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model in evaluation mode; its flags and the random streams come back afterwards."""
+    streams = RandomStreams.take(device)
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        streams.restore()
+
+
+def _metrics(found: Evaluated, *, sums: bool) -> dict[str, float]:
+    """Means over all items; a loss that is a sum stays one."""
+    items = found.weight or 1.0
+    loss = found.loss if sums else found.loss / items
+    return {"loss": loss, **{name: total / items for name, total in found.metrics.items()}}

@@ -1,0 +1,297 @@
+"""The loop: fetch a batch once, attempt its step until it is computed, commit, go on.
+
+recipe -> plan -> engine -> attempt -> (failure -> cause -> decision -> state carried over -> engine) -> commit
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from adaptive_trainer import memory, traits
+from adaptive_trainer.batches import Uncuttable, cut, length, num_elements, shapes
+from adaptive_trainer.boundary import Boundary, Failure
+from adaptive_trainer.descent import Descent, Load, Surroundings, pieces
+from adaptive_trainer.engines.base import Committed, Evaluated
+from adaptive_trainer.engines.build import build
+from adaptive_trainer.errors import DataError, NonFiniteError
+from adaptive_trainer.events import Cause, OutOfMemory, Step
+from adaptive_trainer.phases import Phase
+from adaptive_trainer.plan import sizes
+from adaptive_trainer.rungs import Traits
+from adaptive_trainer.state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from adaptive_trainer.data import Fetched
+    from adaptive_trainer.engines.base import Engine, Task
+    from adaptive_trainer.events import Event
+    from adaptive_trainer.ladder import Descend, Ladder
+    from adaptive_trainer.plan import Plan
+    from adaptive_trainer.ranks import Ranks
+
+Outcome = TypeVar("Outcome", Committed, Evaluated)
+
+#: Steps in a row that may be skipped because their numbers are not finite.
+MAX_SKIPPED = 25
+#: How long a device that other processes hold is waited for, once in a step.
+WAIT_SECONDS = 2.0
+
+
+class Loop:
+    """One model on its way: the engine in force, the walk, and the state that both leave behind.
+
+    Args:
+        model: The user's module, or a function that makes it.
+        task: What engines are built from.
+        ladder: The rungs.
+        plan: Where the walk begins.
+        record: Takes each event.
+        separable: Whether a batch may be cut.
+        ranks: This process among all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        task: Task,
+        ladder: Ladder,
+        plan: Plan,
+        record: Callable[[Event], None],
+        *,
+        separable: bool,
+        ranks: Ranks,
+    ) -> None:
+        self.task = replace(task, answerable=self._answerable)
+        self.track = task.track
+        self.ranks = ranks
+        self.record = record
+        self.state: TrainState | None = None
+        self.engine: Engine | None = None
+        self.descent = Descent(ladder, plan, record, traits=self.traits)
+        self.walk = self.descent
+        self._model = model
+        self._separable = separable
+        self._batch: Any = None
+        self._traits = Traits()
+        self._mark: int | None = None
+        self._skipped_in_a_row = 0
+
+    # Coming and going.
+
+    def open(self) -> Engine:
+        """Load the model and build the engine, down the ladder if need be."""
+        if self.engine is None:
+            if self.state is None:
+                self.state = TrainState(model=self._load())
+            self.engine = self._build(self.state)
+        return self.engine
+
+    def close(self) -> None:
+        """Leave the model as the user knows it."""
+        if self.engine is not None:
+            self.state = self.engine.export()
+            self.engine.close()
+            self.engine = None
+        self._batch = None
+
+    def _load(self) -> nn.Module:
+        while True:
+            with Boundary(self.track, self.task.answerable) as boundary:
+                model = self._model
+                if not isinstance(model, nn.Module):
+                    with self.track.enter(Phase.LOAD):
+                        model = model()
+                return _trainable(model)
+            self._answer(boundary.failed)
+
+    def _build(self, state: TrainState) -> Engine:
+        while True:
+            with Boundary(self.track, self.task.answerable) as boundary:
+                engine = build(self.walk.now.build, state, self.task)
+                self._traits = replace(self._traits, batch_norm=traits.normalises_over_batch(state.model))
+                return engine
+            self._answer(boundary.failed)
+
+    # One batch.
+
+    def step(self, fetched: Fetched) -> Step:
+        """Do one optimizer step with all of the batch.
+
+        Raises:
+            LadderExhausted: Memory does not suffice under any plan that the ladder allows.
+            NonFiniteError: Too many steps in a row were skipped.
+        """
+        started = time.perf_counter()
+        engine = self._face(fetched)
+        memory.reset_peak(self.task.device, self.task.budget)
+        engine.prepare()
+        committed = self._insist(_attempted)
+        self.track.step += committed.moved
+        event = Step(
+            step=self.track.step,
+            rank=self.ranks.rank,
+            loss=committed.loss,
+            seconds=time.perf_counter() - started,
+            num_samples=self.walk.load.num_rows,
+            lr=committed.lr,
+            peak_bytes=memory.peak_bytes(self.task.device, self.task.budget),
+            skipped=not committed.moved,
+        )
+        self._count_skips(committed)
+        return event
+
+    def evaluate(self, fetched: Fetched) -> Evaluated:
+        """Measure one batch; nothing moves.
+
+        Raises:
+            LadderExhausted: Memory does not suffice for the smallest piece.
+        """
+        self._face(fetched)
+        return self._insist(_evaluated)
+
+    @contextmanager
+    def walking(self, walk: Descent) -> Iterator[None]:
+        """Let another walk answer the failures for a while."""
+        kept, self.walk = (self.walk, self._traits), walk
+        self._traits = self.traits()
+        try:
+            yield
+        finally:
+            self.walk, self._traits = kept
+
+    def _face(self, fetched: Fetched) -> Engine:
+        engine = self.open()
+        self._batch = fetched.batch
+        rows = length(fetched.batch, fetched.expected)
+        self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch)))
+        self._mark = memory.read(self.task.device, self.task.budget).allocated_bytes
+        return engine
+
+    def _insist(self, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:
+        """Attempt what is to be done with the batch until it is done."""
+        while True:
+            cuts = pieces(self.walk.now, self.walk.load, self._traits)
+            outcome = attempt(self.open(), self._batch, cuts)
+            if not isinstance(outcome, Failure):
+                self.walk.passed(cuts)
+                self._batch = None
+                return outcome
+            self._answer(outcome)
+
+    def _count_skips(self, committed: Committed) -> None:
+        self._skipped_in_a_row = 0 if committed.moved else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row < MAX_SKIPPED:
+            return
+        plan, self._skipped_in_a_row = self.descent.now, 0
+        reason = f"{MAX_SKIPPED} steps in a row were not finite under {plan.precision}, so nothing was trained"
+        if not self.descent.switched_on("amp"):
+            raise NonFiniteError(
+                f"{reason}; the loss of the last one was {committed.loss}. Give plan=Plan(precision='fp32'), "
+                "a smaller learning rate or max_grad_norm=1.0"
+            )
+        self.descent.take_back("amp", reason, self._surroundings(), step=self.track.step, rank=self.ranks.rank)
+        self._rebuild()
+
+    # What follows a failure.
+
+    def _answerable(self, failure: Failure) -> bool:
+        """Whether the walk that is under way, training's or evaluation's, has an answer."""
+        return self.walk.answerable(failure)
+
+    def _answer(self, failure: Failure) -> None:
+        """Clean up after a failed attempt, record it, and go one rung down (or raise `LadderExhausted`)."""
+        around = self._clean_up()
+        self.walk.load = replace(self.walk.load, shapes=shapes(self._batch))
+        step, rank = self.track.step, self.ranks.rank
+        if failure.refused is not None:
+            self.walk.take_back(failure.refused, failure.text, around, step=step, rank=rank)
+        else:
+            make_room(self.walk.fall(failure, around, step=step, rank=rank), self.walk, self.task)
+        if self.engine is not None and self.engine.build != self.walk.now.build:
+            self._rebuild().prepare()
+
+    def _clean_up(self) -> Surroundings:
+        """Put back what the attempt has changed, give back what it held, and measure that."""
+        self._traits = self.traits()
+        undoable = self.engine is None or self.engine.discard()
+        memory.release(self.task.device)
+        return self._surroundings(undoable=undoable)
+
+    def _surroundings(self, *, undoable: bool = True) -> Surroundings:
+        now = memory.read(self.task.device, self.task.budget)
+        known = now.allocated_bytes is not None and self._mark is not None
+        return Surroundings(
+            traits=self._traits,
+            total_bytes=now.total_bytes,
+            held_bytes=max(0, (now.allocated_bytes or 0) - (self._mark or 0)) if known else None,
+            host_is_device=self.task.device.type == "cpu",
+            undoable=undoable,
+        )
+
+    def _rebuild(self) -> Engine:
+        """Another engine, for the build that the walk has come to. The batch of the step is kept."""
+        batch = self._batch
+        self.close()
+        self._batch = batch
+        return self.open()
+
+    def traits(self) -> Traits:
+        """The model's traits as they are now."""
+        if self.state is None:
+            return Traits(num_processes=self.ranks.size)
+        return traits.read(
+            self.state.model,
+            self.state.optimizer,
+            self.task.device,
+            separable=self._separable,
+            cut_refusal=_cut_refusal(self._batch, self.walk.load.num_rows),
+            drew_random_numbers=self.engine is not None and self.engine.drew_random_numbers,
+            num_processes=self.ranks.size,
+        )
+
+
+def _attempted(engine: Engine, batch: Any, cuts: tuple[int, ...]) -> Committed | Failure:
+    outcome = engine.attempt(batch, cuts)
+    return outcome if isinstance(outcome, Failure) else engine.commit(outcome)
+
+
+def _evaluated(engine: Engine, batch: Any, cuts: tuple[int, ...]) -> Evaluated | Failure:
+    return engine.evaluate(batch, cuts)
+
+
+def make_room(decision: Descend, descent: Descent, task: Task) -> None:
+    """What a rung asks of the machine beside a new plan."""
+    if decision.rung.name != "empty_cache":
+        return
+    memory.enable_expandable_segments(task.device)
+    last = next((entry for entry in reversed(descent.trail) if isinstance(entry, OutOfMemory)), None)
+    if last is not None and last.cause is Cause.OTHER_PROCESS:
+        time.sleep(WAIT_SECONDS)
+
+
+def _trainable(model: Any) -> nn.Module:
+    """The module, in training mode if all of it was in evaluation mode, as loaded models arrive.
+
+    Raises:
+        DataError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise DataError(f"model: it gave a {type(model).__name__}; give a torch.nn.Module or a function that makes one")
+    return model if model.training else model.train()
+
+
+def _cut_refusal(batch: Any, num_rows: int | None) -> str | None:
+    """Why a batch cannot be cut, None if it can."""
+    if batch is None or num_rows is None or num_rows < 2:
+        return None
+    try:
+        cut(batch, num_rows, sizes(num_rows, -(-num_rows // 2)))
+    except Uncuttable as refusal:
+        return str(refusal)
+    return None

@@ -1,0 +1,95 @@
+"""One call of ``fit``: epochs of steps, with evaluations between them, until the goal is reached."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from adaptive_trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from adaptive_trainer.data import Source
+    from adaptive_trainer.events import Event
+    from adaptive_trainer.goal import Goal
+    from adaptive_trainer.loop import Loop
+
+log = logging.getLogger("adaptive_trainer")
+
+
+class Run:
+    """Drives a loop over a source.
+
+    Attributes:
+        epochs: Epochs completed in all.
+
+    Args:
+        loop: Does the steps.
+        source: Gives the batches.
+        goal: Where the run ends.
+        record: Takes each event.
+        evaluate: Evaluates at this point, if there is anything to evaluate on.
+        eval_steps: Every how many steps; None for the end of each epoch.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        source: Source,
+        goal: Goal,
+        record: Callable[[Event], None],
+        evaluate: Callable[[], None],
+        eval_steps: int | None,
+    ) -> None:
+        self.epochs = 0
+        self._loop = loop
+        self._source = source
+        self._goal = goal
+        self._record = record
+        self._evaluate = evaluate
+        self._eval_steps = eval_steps
+
+    def train(self, epochs: int) -> None:
+        """Train until the goal is reached; ``epochs`` are complete already.
+
+        Raises:
+            DataError: The data give no batch at all.
+        """
+        self.epochs = epochs
+        while not self._goal.reached(self._loop.track.step, self.epochs):
+            if not self._source.in_epoch:
+                self._source.begin_epoch(self.epochs)
+            if not self._finish_epoch():
+                break
+            if self._source.num_taken == 0:
+                self._out_of_batches()
+                break
+            self.epochs += 1
+            if self._eval_steps is None:
+                self._evaluate()
+        if self._eval_steps is None:
+            self._evaluate()
+
+    def _finish_epoch(self) -> bool:
+        """Train on the rest of an epoch. Returns whether its end was reached, which is seen by asking for more."""
+        while not self._goal.steps_reached(self._loop.track.step):
+            fetched = self._source.next()
+            if fetched is None:
+                return True
+            event = self._loop.step(fetched)
+            del fetched
+            self._record(event)
+            if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
+                self._evaluate()
+        return self._source.num_taken == self._source.num_batches
+
+    def _out_of_batches(self) -> None:
+        if self._loop.track.step == 0:
+            raise DataError("data: it gave no batch; give an iterable with at least one")
+        log.warning(
+            "data ended after %d steps, before the %s steps asked for; a data set, a loader or a list could be gone "
+            "through again",
+            self._loop.track.step,
+            self._goal.steps,
+        )

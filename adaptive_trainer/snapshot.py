@@ -1,0 +1,387 @@
+"""What a thrown-away forward may have changed in modules and random streams, and how it is put back exactly.
+
+Recorded are every module's attributes (buffers, flags, counters, references, hooks, submodules), one level of content
+of plain containers among them, the values of buffers and plain tensor attributes, and the random streams. Parameters
+are not copied, because only a commit moves them; which parameter a module has under which name is recorded.
+
+Not exact, because it cannot be seen from outside: values inside other objects (NumPy arrays, nested containers, tensors
+in containers) when they are changed in place, and a large non-persistent buffer that is written through ``.data``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_, methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adaptive_trainer import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+
+#: Tensors up to this size are copied without asking whether they changed.
+SMALL_BYTES = 64 * 1024
+# Copies above this size are kept on the host, where they take nothing from the memory that is short.
+_NEAR_BYTES = 1024 * 1024
+# Exactly these types: a subclass may do more on a write than its base, and is kept by reference.
+_CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict})
+_STANDARD = frozenset(nn.Module().__dict__)
+_values = methodcaller("values")
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often torch has seen the tensor written into; None for inference tensors, which do not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  torch names no other way to it
+
+
+class _Faded:
+    """A tensor that an earlier forward made, kept without that forward's graph.
+
+    Held as it is, it would keep the activations of that forward alive through the next one. The tensor itself comes
+    back as long as somebody else keeps it unchanged; after that a small one (an auxiliary loss) comes back by value,
+    and a large one (an attention map) as None.
+    """
+
+    __slots__ = ("_reference", "_value", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._version = version(tensor)
+        self._value: Tensor | None = None
+        if tensor.nbytes <= SMALL_BYTES:
+            self._value = tensor.detach().clone().requires_grad_()
+
+    def tensor(self) -> Tensor | None:
+        original = self._reference()
+        if original is not None and version(original) == self._version:
+            return original
+        with torch.enable_grad():  # no leaf, as the original was none: it can be added to in place
+            return None if self._value is None else self._value.clone()
+
+
+def _fade(value: Any) -> Any:
+    return _Faded(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _unfade(value: Any) -> Any:
+    return value.tensor() if type(value) is _Faded else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two sized iterables hold the same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _content(container: Any, *, histories: bool) -> Any:
+    """The content of one of `_CONTAINERS`, as something `_refill` takes."""
+    if histories or Tensor not in map(type, container.values() if isinstance(container, dict) else container):
+        return container.copy()
+    if isinstance(container, dict):
+        return {key: _fade(value) for key, value in container.items()}
+    return [_fade(value) for value in container]
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its content back, in place, so that whoever else holds the container sees it."""
+    if isinstance(container, dict):
+        content = {key: _unfade(value) for key, value in content.items()}
+        if not (_same(container, content) and _same(container.values(), content.values())):
+            container.clear()
+            container.update(content)
+        return
+    content = [_unfade(value) for value in content]
+    if _same(container, content):
+        return
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
+
+
+class _Record:
+    """The attributes of one module: everything in its ``__dict__``."""
+
+    __slots__ = ("_names", "_saved", "entries", "plain")
+
+    def __init__(self, module: nn.Module, *, histories: bool) -> None:
+        self.entries = module.__dict__
+        self.read(histories=histories)
+
+    def read(self, *, histories: bool) -> None:
+        self._names = [*self.entries]
+        values = self.entries.values()
+        self._saved = [*values] if histories else [_fade(value) for value in values]
+        self.plain = [
+            (name, value)
+            for name, value in self.entries.items()
+            if isinstance(value, Tensor) and value.grad_fn is None and not value.requires_grad
+        ]
+
+    def stands(self) -> bool:
+        """Whether nothing was bound anew since it was read."""
+        return [*self.entries] == self._names and all(map(is_, self.entries.values(), self._saved))
+
+    def restore(self) -> None:
+        if self.stands():
+            return
+        for name in self.entries.keys() - set(self._names):
+            del self.entries[name]
+        for name, value in zip(self._names, self._saved, strict=True):
+            self.entries[name] = _unfade(value)
+
+
+class StateTensor(NamedTuple):
+    """A buffer or a plain tensor attribute: ``mapping[name] is tensor``."""
+
+    mapping: MutableMapping[str, Any]
+    name: str
+    tensor: Tensor
+    persistent: bool
+
+
+class AttributeSnapshot:
+    """The attributes of all modules below some roots and what their plain containers hold, by reference.
+
+    Args:
+        roots: Modules; those below them are found at each `take`.
+        histories: Whether tensors made by an earlier forward are kept with their graph. Without it they come back as
+            `_Faded` says, and no graph is kept alive.
+    """
+
+    def __init__(self, *roots: nn.Module, histories: bool = False) -> None:
+        self._roots = roots
+        self._histories = histories
+        self._records: dict[nn.Module, _Record] = {}
+        self._children: list[nn.Module | None] = []
+        self._trees: list[MutableMapping[str, nn.Module | None]] = []
+        self._own: list[Any] = []
+        self._users: list[Any] = []
+        self._contents: list[Any] = []
+
+    def take(self) -> bool:
+        """Record the attributes as they are; whether any was bound anew since the last time."""
+        stale = [record for record in self._records.values() if not record.stands()]
+        for record in stale:
+            record.read(histories=self._histories)
+        # Modules came or went exactly if the known modules' children, one after the other, are other objects now.
+        children = [*chain.from_iterable(map(_values, self._trees))]
+        moved = bool(stale) or not self._records or not _same(children, self._children)
+        if moved:
+            self._walk()
+        contents = [container.copy() if container else None for container in self._own]
+        contents += [_content(container, histories=self._histories) if container else None for container in self._users]
+        self._contents = contents
+        return moved
+
+    def _walk(self) -> None:
+        modules = dict.fromkeys(chain.from_iterable(root.modules() for root in self._roots))
+        known = self._records
+        self._records = {module: known.get(module) or _Record(module, histories=self._histories) for module in modules}
+        everything = [record.entries for record in self._records.values()]
+        self._trees = [entries["_modules"] for entries in everything]
+        self._children = [*chain.from_iterable(map(_values, self._trees))]
+        found = [item for entries in everything for item in entries.items() if type(item[1]) in _CONTAINERS]
+        self._own = [value for name, value in found if name in _STANDARD]
+        self._users = [value for name, value in found if name not in _STANDARD]
+
+    def restore(self) -> None:
+        """Put back what `take` recorded; whatever was added since is dropped."""
+        for record in self._records.values():
+            record.restore()
+        for container, content in zip([*self._own, *self._users], self._contents, strict=True):
+            if content is not None:
+                _refill(container, content)
+            elif container:
+                container.clear()
+
+    def buffers(self) -> list[Tensor | None]:
+        """All buffers, module after module."""
+        return [*chain.from_iterable(record.entries["_buffers"].values() for record in self._records.values())]
+
+    def state_tensors(self) -> Iterator[StateTensor]:
+        """All buffers and plain tensor attributes that can be written into."""
+        for record in self._records.values():
+            passing = record.entries["_non_persistent_buffers_set"]
+            for name, tensor in record.entries["_buffers"].items():
+                if tensor is not None and not _overlaps_itself(tensor):
+                    yield StateTensor(record.entries["_buffers"], name, tensor, name not in passing)
+            for name, tensor in record.plain:
+                if not _overlaps_itself(tensor):
+                    yield StateTensor(record.entries, name, tensor, persistent=False)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements share memory, as in an expanded tensor; torch refuses to write into such a one."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _Copy:
+    """The value of one tensor, in storage that is made once."""
+
+    __slots__ = ("clone", "seen", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        near = tensor.nbytes <= _NEAR_BYTES or tensor.device.type in {"cpu", "meta"}
+        self.tensor = tensor
+        self.clone = torch.empty_like(tensor, device=tensor.device if near else "cpu", requires_grad=False)
+        self.seen: int | None = None
+
+    def fits(self, tensor: Tensor) -> bool:
+        mine = self.tensor
+        return (mine.shape, mine.dtype, mine.device, mine.layout) == (
+            tensor.shape, tensor.dtype, tensor.device, tensor.layout,
+        )  # fmt: skip
+
+    def follow(self, tensor: Tensor) -> None:
+        if tensor is not self.tensor:
+            self.tensor, self.seen = tensor, None
+
+    def take(self) -> None:
+        now = version(self.tensor)
+        if now is None or now != self.seen:
+            self.clone.copy_(self.tensor)
+            self.seen = now
+
+    def restore(self) -> None:
+        if self.tensor.is_inference():
+            with torch.inference_mode():  # the only place where torch lets one be written into
+                self.tensor.copy_(self.clone)
+        elif version(self.tensor) != self.seen:
+            self.tensor.copy_(self.clone)
+            self.seen = version(self.tensor)
+
+
+class ModuleSnapshot:
+    """Everything that a forward and a backward may change in some modules, parameters' values apart.
+
+    `take` is called before every optimizer step. It costs about a microsecond a module and half of one a buffer, and
+    allocates nothing after the first time.
+
+    Which buffers are copied: persistent ones and those up to `SMALL_BYTES` at every `take`, because BatchNorm moves its
+    statistics without raising their version counter. A large non-persistent one (causal masks, rotary tables) only when
+    it is another tensor or has another version than at the last copy.
+    """
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self._attributes = AttributeSnapshot(*roots)
+        self._buffers: list[Tensor | None] = []
+        self._copies: dict[tuple[int, str], _Copy] = {}
+        self._steady: list[tuple[list[Tensor], list[Tensor]]] = []  # clones and what they are of, by where clones live
+        self._watched: list[_Copy] = []
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Record everything as it is now."""
+        moved = self._attributes.take()
+        buffers = self._attributes.buffers()
+        if moved or not _same(buffers, self._buffers):
+            self._match()
+            self._buffers = buffers
+        for clones, tensors in self._steady:
+            torch._foreach_copy_(clones, tensors)
+        for copy in self._watched:
+            copy.take()
+
+    def _match(self) -> None:
+        """Find the tensors to copy, and for each the storage of its last copy or a new one."""
+        known, self._copies = self._copies, {}
+        near: tuple[list[Tensor], list[Tensor]] = ([], [])
+        far: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._watched = []
+        for mapping, name, tensor, persistent in self._attributes.state_tensors():
+            copy = known.get((id(mapping), name))
+            if copy is None or not copy.fits(tensor):
+                copy = _Copy(tensor)
+            copy.follow(tensor)
+            self._copies[id(mapping), name] = copy
+            if tensor.is_inference() or not (persistent or tensor.nbytes <= SMALL_BYTES):
+                self._watched.append(copy)
+                continue
+            clones, tensors = near if copy.clone.device == tensor.device else far
+            clones.append(copy.clone)
+            tensors.append(tensor)
+        self._steady = [group for group in (near, far) if group[0]]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back as the last `take` found it: the same tensor objects with the values they had then."""
+        self._attributes.restore()
+        for clones, tensors in self._steady:
+            torch._foreach_copy_(tensors, clones)
+        for copy in self._watched:
+            copy.restore()
+
+
+@dataclass(frozen=True, eq=False)
+class HostStreams:
+    """The random streams of Python and, once somebody has imported it, of NumPy."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
+
+    @classmethod
+    def take(cls) -> HostStreams:
+        """The streams as they are now."""
+        numpy_random = sys.modules.get("numpy.random")
+        return cls(random.getstate(), None if numpy_random is None else numpy_random.get_state(legacy=False))
+
+    def restore(self) -> None:
+        """Put the streams back."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def equal_to(self, other: HostStreams) -> bool:
+        """Whether both would give the same numbers."""
+        return self.python == other.python and _plain(self.numpy) == _plain(other.numpy)
+
+
+def _plain(state: Any) -> Any:
+    """NumPy's state with its arrays as bytes, so that it can be compared."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+@dataclass(frozen=True, eq=False)
+class RandomStreams:
+    """All random streams that a step draws from: Python, NumPy, torch on the host, torch on the process's device."""
+
+    host: HostStreams
+    cpu: Tensor
+    device: torch.device
+    own: Tensor | None
+
+    @classmethod
+    def take(cls, device: torch.device) -> RandomStreams:
+        """The streams as they are now, that of ``device`` included."""
+        return cls(HostStreams.take(), torch.get_rng_state(), device, memory.rng_state(device))
+
+    def restore(self) -> None:
+        """Put all streams back."""
+        self.host.restore()
+        torch.set_rng_state(self.cpu)
+        memory.set_rng_state(self.device, self.own)
+
+    def moved(self) -> bool:
+        """Whether torch drew a random number, on the host or on the device, since these were taken."""
+        if not torch.equal(self.cpu, torch.get_rng_state()):
+            return True
+        own = None if self.own is None else memory.rng_state(self.device)
+        return self.own is not None and own is not None and not torch.equal(self.own, own)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the streams of Python, of NumPy if somebody has imported it, and of torch on all devices."""
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
+    torch.manual_seed(seed)

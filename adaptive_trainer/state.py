@@ -1,0 +1,141 @@
+"""What outlives an engine (`TrainState`), and what an attempt must give back (`Rewind`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from adaptive_trainer.snapshot import ModuleSnapshot, RandomStreams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Everything that is carried from one engine to the next, in a form that no plan shows in.
+
+    Attributes:
+        model: The user's own module.
+        optimizer: Over the model's parameters; None until the first build.
+        scheduler: Stepped once for each optimizer step; None if the user gave none.
+        scaler: The fp16 gradient scaler's state, empty in other precisions.
+        optimizer_has_stepped: Its state exists, so that a later step allocates little.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    scheduler: LRScheduler | None = None
+    scaler: dict[str, Any] = field(default_factory=dict)
+    optimizer_has_stepped: bool = False
+
+
+class Rewind:
+    """The state from which a step starts, short of what only a commit moves.
+
+    `take` is called once a step, before its first attempt; `restore` after every attempt that is thrown away.
+    Parameters and optimizer state are not copied: a forward and a backward leave them alone. That this is so is
+    checked by their version counters, which `parameters_moved` reads.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], parameters: Iterable[Tensor], device: torch.device) -> None:
+        self._modules = ModuleSnapshot(*roots)
+        self._parameters = list(parameters)
+        self._versions: list[int] = []
+        self._device = device
+        self._random: RandomStreams | None = None
+
+    def take(self) -> None:
+        """Remember buffers, attributes and random streams as they are now."""
+        self._modules.take()
+        self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
+        self._random = RandomStreams.take(self._device)
+
+    def restore(self) -> None:
+        """Put back what `take` remembered."""
+        self._modules.restore()
+        if self._random is not None:
+            self._random.restore()
+
+    @property
+    def drew_random_numbers(self) -> bool:
+        """Whether a random stream has moved since `take`."""
+        return self._random is not None and self._random.moved()
+
+    @property
+    def parameters_moved(self) -> bool:
+        """Whether a parameter was changed since `take`."""
+        return self._versions != [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
+
+
+class StateCopy:
+    """A copy on the host of all that a commit moves: parameters, optimizer state and groups, schedule.
+
+    An optimizer step that fails half-way cannot simply be done again: a foreach Adam has counted its step and moved
+    its moments before the allocation that failed. From this copy it can.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+        self._parameters = [(parameter, _to_host(parameter)) for parameter in parameters]
+        self._optimizer = optimizer
+        self._state = [(parameter, _copied(state)) for parameter, state in optimizer.state.items()]
+        self._groups = [
+            {key: value if key == "params" else _copied(value) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put parameters and optimizer back as they were, in the tensors that they are in."""
+        for parameter, value in self._parameters:
+            parameter.copy_(value)
+        before = dict(self._state)
+        state = self._optimizer.state
+        for key in [key for key in state if key not in before]:
+            del state[key]
+        for key, value in before.items():
+            state[key] = _put_back(state.get(key), value, key)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name, value in saved.items():
+                group[name] = value if name == "params" else _put_back(group.get(name), value, None)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of plain structures, tensors on the host."""
+    if isinstance(value, Tensor):
+        return _to_host(value)
+    if isinstance(value, dict):
+        return {key: _copied(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(entry) for entry in value)
+    return value
+
+
+def _put_back(now: Any, saved: Any, parameter: Any) -> Any:
+    """``saved`` again as live state: into the tensors that are there where they fit, else as new ones.
+
+    New tensors go where the optimizer had the old ones: beside the parameter, or on the host if they have no shape of
+    the parameter's (step counters).
+    """
+    if isinstance(saved, Tensor):
+        if isinstance(now, Tensor) and now.shape == saved.shape and now.dtype == saved.dtype:
+            return now.copy_(saved)
+        beside = isinstance(parameter, Tensor) and saved.dim() > 0
+        return saved.to(parameter.device, copy=True) if beside else saved.clone()
+    if isinstance(saved, dict):
+        old = now if isinstance(now, dict) else {}
+        return {key: _put_back(old.get(key), entry, parameter) for key, entry in saved.items()}
+    if isinstance(saved, list | tuple):
+        old_entries = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
+        return type(saved)(_put_back(old, entry, parameter) for old, entry in zip(old_entries, saved, strict=True))
+    return saved

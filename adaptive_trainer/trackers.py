@@ -1,0 +1,66 @@
+"""Trackers that accelerate knows (TensorBoard and the rest), as listeners of events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from adaptive_trainer.errors import RecipeError
+from adaptive_trainer.events import Evaluate, Event, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+_PROJECT = "adaptive-trainer"
+
+
+class Trackers:
+    """Logs losses, learning rates, memory and metrics to trackers.
+
+    Args:
+        names: As accelerate knows them.
+        run_dir: Folder for those that write files; None is the present folder's ``runs``.
+
+    Raises:
+        RecipeError: A tracker's package is not installed.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: Path | None) -> None:
+        # Imported here, because accelerate costs more to import than all of this package.
+        from accelerate.tracking import filter_trackers  # noqa: PLC0415, TID251
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS as KNOWN  # noqa: N811, PLC0415, TID251
+
+        folder = run_dir or Path("runs")
+        available = [str(getattr(name, "value", name)) for name in filter_trackers(list(names), str(folder))]
+        missing = [name for name in names if name not in available and name != "all"]
+        if missing:
+            raise RecipeError(
+                f"trackers: the package of {', '.join(missing)} is not installed; type pip install {missing[0]}"
+            )
+        self._trackers: list[Any] = []
+        for name in available:
+            known = KNOWN[name]
+            folders = {"logging_dir": str(folder)} if known.requires_logging_directory else {}
+            self._trackers.append(known(_PROJECT, **folders))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, event: Event) -> None:
+        """Log one event."""
+        for values in self._values(event):
+            for tracker in self._trackers:
+                tracker.log(values, step=event.step)
+
+    def _values(self, event: Event) -> list[dict[str, Any]]:
+        if isinstance(event, Step):
+            values = {"loss": event.loss, "lr": event.lr, "peak_bytes": event.peak_bytes, "seconds": event.seconds}
+            return [{f"train/{key}": value for key, value in values.items() if value is not None}]
+        if isinstance(event, Evaluate):
+            return [{f"eval/{key}": value for key, value in event.metrics.items()}]
+        return []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for tracker in self._trackers:
+            tracker.finish()

@@ -1,0 +1,315 @@
+"""`AdaptiveTrainer`: the one obvious call."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from adaptive_trainer import memory
+from adaptive_trainer.arguments import check_arguments
+from adaptive_trainer.data import Source
+from adaptive_trainer.engines.base import Task
+from adaptive_trainer.errors import DataError, RecipeError
+from adaptive_trainer.evaluation import Evaluation
+from adaptive_trainer.events import Event, Fallback, Finish, Start, Step
+from adaptive_trainer.goal import Goal
+from adaptive_trainer.journal import JOURNAL_NAME, Journal, hook_of
+from adaptive_trainer.ladder import Ladder
+from adaptive_trainer.loop import Loop
+from adaptive_trainer.objective import Objective
+from adaptive_trainer.phases import Track
+from adaptive_trainer.plan import Plan
+from adaptive_trainer.progress import Progress
+from adaptive_trainer.ranks import alone
+from adaptive_trainer.recipe import load_recipe
+from adaptive_trainer.result import FitResult
+from adaptive_trainer.run import Run
+from adaptive_trainer.snapshot import seed_everything
+from adaptive_trainer.trackers import Trackers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+class AdaptiveTrainer:
+    """Trains a model through out-of-memory: the same optimizer step again, one rung lower, nothing lost.
+
+    Args:
+        model: A module, or a function without arguments that makes one; loading is then protected too.
+        data: A `Dataset`, a `DataLoader`, or any iterable of batches.
+        loss: ``callable(output, targets)`` that gives a tensor with one element. None: the model's output carries the
+            loss (``.loss``, ``["loss"]``), or is it.
+        step: ``callable(model, batch)`` that gives the loss, or loss and weight, in place of calling model and loss.
+        optimizer: A torch optimizer over the model's parameters, or a function from parameters to one.
+            None: AdamW with a learning rate of 1e-3.
+        scheduler: A function from the optimizer to a learning-rate schedule, stepped once per optimizer step.
+        batch_size: Samples per optimizer step over all processes. Needed for a data set, refused for a loader.
+        epochs: How many passes over the data; one if neither this nor ``steps`` is given.
+        steps: How many optimizer steps; with ``epochs`` too, the first reached ends the run.
+        shuffle: Whether a data set's order is drawn anew for each epoch, from ``seed``.
+        collate_fn: Puts a data set's samples together, as `DataLoader` takes it.
+        num_workers: Processes that read a data set, as `DataLoader` takes it.
+        eval_data: Evaluated at the end of each epoch, or every ``eval_steps`` optimizer steps.
+        eval_steps: See ``eval_data``.
+        max_grad_norm: Common norm to which gradients are clipped, once per optimizer step. None clips nothing.
+        reduction: What the loss does over its items: ``"mean"`` or ``"sum"``.
+        weight: ``callable(batch)`` that counts the items which the loss averages over. Default: valid labels, else
+            samples.
+        separable: False where the loss couples the samples of a batch, which is then never cut.
+        plan: Where the walk begins. Default: the whole batch in fp32.
+        ladder: Rungs, in order: names, `Rung` objects or functions; or a `Ladder`. An empty list turns falling back off.
+        memory_limit: ``"20GiB"``, bytes, or a fraction of the device such as 0.9.
+        device: Default: the accelerator there is, else the CPU.
+        seed: Seeds Python, NumPy and torch once, when a run starts from its first step.
+        run_dir: Folder for the journal; None writes nothing.
+        resume: ``"auto"``, ``"never"`` or ``"must"``; this version writes no checkpoints, so ``"must"`` is refused.
+        checkpoint_steps: Refused by this version, which writes no checkpoints.
+        keep_checkpoints: Without meaning in this version.
+        callbacks: Callables that take an event, or objects with ``on_event(event)``.
+        trackers: Names of trackers that accelerate knows, such as ``"tensorboard"``.
+        progress: Progress bar: None shows one when standard error is a terminal.
+        metrics: Further functions ``(output, targets)`` for evaluation, by name, each the mean over what it is given.
+
+    Raises:
+        RecipeError: Arguments are wrong; all mistakes at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        data: Any,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        step: Callable[[nn.Module, Any], Any] | None = None,
+        optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+        scheduler: Callable[[Optimizer], Any] | None = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        eval_data: Any = None,
+        eval_steps: int | None = None,
+        max_grad_norm: float | None = None,
+        reduction: str = "mean",
+        weight: Callable[[Any], float] | None = None,
+        separable: bool = True,
+        plan: Plan | None = None,
+        ladder: Ladder | Sequence[Any] | None = None,
+        memory_limit: str | float | None = None,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        resume: str = "auto",
+        checkpoint_steps: int | None = None,
+        keep_checkpoints: int = 2,
+        callbacks: Iterable[Any] = (),
+        trackers: Sequence[str] = (),
+        progress: bool | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key != "self"}
+        mistakes = check_arguments(given)
+        if mistakes:
+            raise RecipeError(mistakes)
+        self._model = model
+        self._data = data
+        self._eval_data = eval_data
+        self._loading: dict[str, Any] = {
+            "batch_size": batch_size, "collate_fn": collate_fn, "num_workers": num_workers, "seed": seed,
+        }  # fmt: skip
+        self._shuffle = shuffle
+        self._goal = Goal(steps, epochs if steps is not None or epochs is not None else 1)
+        self._eval_steps = eval_steps
+        self._seed = seed
+        self._hooks = [hook_of(callback) for callback in callbacks]
+        self._trackers = tuple(trackers)
+        self._progress = progress
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._device = memory.default_device() if device is None else torch.device(device)
+        self._limit_bytes = memory.resolve_limit(memory_limit, self._device)
+        budget = None if self._limit_bytes is None else memory.set_limit(self._device, self._limit_bytes)
+        ranks = alone()
+        task = Task(
+            objective=Objective(loss=loss, step=step, weight=weight, reduction=reduction, metrics=metrics or {}),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            device=self._device,
+            budget=budget,
+            track=Track(rank=ranks.rank, guards=() if budget is None else (budget,)),
+        )
+        start = plan or Plan()
+        self._loop = Loop(model, task, Ladder.of(ladder), start, self._record, separable=separable, ranks=ranks)
+        self._evaluation = Evaluation(self._loop)
+        self._journal = Journal()
+        self._source: Source | None = None
+        self._epochs = 0
+        self._metrics: dict[str, float] = {}
+        self._evaluated_at: int | None = None
+
+    @classmethod
+    def from_recipe(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
+        """The trainer that a recipe describes.
+
+        Args:
+            path: A YAML file.
+            overrides: ``key=value`` texts that change entries of it.
+
+        Raises:
+            RecipeError: The recipe is wrong; all mistakes at once.
+        """
+        return cls(**load_recipe(path, overrides).arguments())
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own module. A model given as a function exists from the first ``fit`` or ``evaluate`` on.
+
+        Raises:
+            RecipeError: It does not exist yet.
+        """
+        if self._loop.state is not None:
+            return self._loop.state.model
+        if isinstance(self._model, torch.nn.Module):
+            return self._model
+        raise RecipeError("model: it was given as a function, which fit() calls; call fit() or evaluate() first")
+
+    def fit(self) -> FitResult:
+        """Train. Called again, it goes on for another ``steps`` or ``epochs`` from where it stands.
+
+        Returns:
+            How the run ended.
+
+        Raises:
+            LadderExhausted: Memory does not suffice under any plan that the ladder allows.
+            DataError: The data cannot be trained on.
+            NonFiniteError: Too many steps in a row were not finite.
+        """
+        started = time.perf_counter()
+        loop = self._loop
+        if self._source is None:
+            self._source = Source(self._data, shuffle=self._shuffle, **self._loading)
+        goal = self._goal.after(loop.track.step, self._epochs)
+        if goal.epochs is not None and goal.epochs > self._epochs + 1 and not self._source.repeats:
+            raise DataError(
+                f"data: a {type(self._data).__name__} can be gone through once only, but epochs={self._goal.epochs}; "
+                "give a DataLoader or a list, or type epochs=1"
+            )
+        if loop.track.step == 0:
+            seed_everything(self._seed)
+        with ExitStack() as stack:
+            stack.callback(loop.close)
+            self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
+            self._start(self._source)
+            run = Run(loop, self._source, goal, self._record, self._evaluate_once, self._eval_steps)
+            try:
+                run.train(self._epochs)
+            finally:
+                self._epochs = run.epochs
+            return self._finish(run, time.perf_counter() - started)
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Evaluate the model as it stands.
+
+        Args:
+            data: As ``eval_data``; None takes that.
+
+        Returns:
+            ``{"loss": ...}`` and the user's metrics, over all items of the data.
+
+        Raises:
+            RecipeError: There are no data.
+            LadderExhausted: Not even the smallest micro-batch fits.
+        """
+        data = self._eval_data if data is None else data
+        if data is None:
+            raise RecipeError("eval_data: none was given; type evaluate(data), or give eval_data to the trainer")
+        try:
+            return dict(self._evaluate(data))
+        finally:
+            self._loop.close()
+
+    def _evaluate(self, data: Any) -> dict[str, float]:
+        own = dict(self._loading)
+        if own["batch_size"] is None and self._source is not None:
+            own["batch_size"] = self._source.batch_size
+        source = Source.for_evaluation(data, **own)
+        event = self._evaluation.run(source)
+        self._record(event)
+        self._metrics, self._evaluated_at = event.metrics, event.step
+        return event.metrics
+
+    def _evaluate_once(self) -> None:
+        """Evaluate, unless that was done at this very step or there is nothing to evaluate on."""
+        if self._eval_data is not None and self._evaluated_at != self._loop.track.step:
+            self._evaluate(self._eval_data)
+
+    # What surrounds a run.
+
+    def _record(self, event: Event) -> None:
+        self._journal.record(event)
+
+    def _open_journal(self, stack: ExitStack, total_steps: int | None) -> Journal:
+        hooks: list[Callable[[Event], None]] = []
+        bar = Progress.for_run(self._progress, total_steps, self._limit_bytes)
+        if bar is not None:
+            hooks.append(stack.enter_context(bar))
+        if self._trackers:
+            hooks.append(stack.enter_context(Trackers(self._trackers, self._run_dir)))
+        path = None if self._run_dir is None else self._run_dir / JOURNAL_NAME
+        return Journal(path, [*hooks, *self._hooks])
+
+    def _start(self, source: Source) -> None:
+        loop = self._loop
+        batch = None if source.batch_size is None else source.batch_size * loop.ranks.size
+        self._record(
+            Start(
+                step=loop.track.step,
+                rank=loop.ranks.rank,
+                plan=loop.descent.plan,
+                effective_batch=batch,
+                num_processes=loop.ranks.size,
+                num_rows=source.batch_size,
+            )
+        )
+
+    def _finish(self, run: Run, seconds: float) -> FitResult:
+        loop, events = self._loop, self._journal.events
+        steps = [event for event in events if isinstance(event, Step)]
+        done = [event.loss for event in steps if not event.skipped]
+        fallbacks = tuple(event for event in events if isinstance(event, Fallback))
+        peak_bytes = max((event.peak_bytes for event in steps if event.peak_bytes is not None), default=None)
+        loss = done[-1] if done else None
+        self._record(
+            Finish(
+                step=loop.track.step,
+                rank=loop.ranks.rank,
+                plan=loop.descent.plan,
+                loss=loss,
+                seconds=seconds,
+                peak_bytes=peak_bytes,
+                num_fallbacks=len(fallbacks),
+                num_rows=None if self._source is None else self._source.batch_size,
+            )
+        )
+        return FitResult(
+            steps=loop.track.step,
+            epochs=run.epochs,
+            plan=loop.descent.plan,
+            fallbacks=fallbacks,
+            loss=loss,
+            losses=tuple(done),
+            metrics=dict(self._metrics),
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+            events=tuple(events),
+            run_dir=self._run_dir,
+        )
