@@ -39,7 +39,7 @@ _SCALARS = (
 _WAYS_OUT = "train with step= and cut it there, or give a ladder without halve_batch"
 
 
-class Uncuttable(ValueError):  # noqa: N818  a reason for a rung to be passed over, not a fault of anyone
+class Uncuttable(DataError):  # noqa: N818  a reason for a rung to be passed over, not a fault of anyone
     """The batch cannot be cut into pieces; the message is the reason, for a person."""
 
 
@@ -51,14 +51,16 @@ def length(batch: Any, expected: int | None = None) -> int | None:
 
     Args:
         batch: As the loader gave it.
-        expected: What the loader says; it is right if anything in the batch has this length.
+        expected: Samples of the loader's full batches. It is right if anything in the batch has this length, unless
+            the labels are fewer: then this is an epoch's last batch.
     """
     counts = Counter(size for field in _readings(batch) for size in field)
     rows = len(batch) if is_sequence(batch) and batch and _alike(batch) else None
-    if expected is not None and (expected in counts or expected == rows):
+    targets = list(_readings_of_targets(batch))
+    if expected is not None and (expected in counts or expected == rows) and max(targets, default=expected) >= expected:
         return expected
     common = [size for size, count in counts.items() if count == max(counts.values())]
-    likely = next((size for size in _readings_of_targets(batch) if size in common), common[0] if common else None)
+    likely = next((size for size in targets if size in common), common[0] if common else None)
     if rows is not None and (likely is None or _num_spanning(batch, likely) <= rows / 2):
         return rows
     return likely

@@ -48,8 +48,9 @@ class _Order(Sampler[list[int]]):
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator)
-        for chunk in order.split(self._batch_size):
-            yield chunk.tolist()
+        indices = order.tolist()
+        for start in range(0, self._num_samples, self._batch_size):
+            yield indices[start : start + self._batch_size]
 
 
 class Source:

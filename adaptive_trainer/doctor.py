@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from adaptive_trainer import memory
+from adaptive_trainer import host, memory
 from adaptive_trainer.events import OutOfMemory
 from adaptive_trainer.phases import Phase
 from adaptive_trainer.plan import Plan, Precision
@@ -52,8 +52,8 @@ def _machine() -> Iterator[Finding]:
     device = memory.default_device()
     reading = memory.read(device)
     yield Finding("machine", "processors", str(os.cpu_count() or "unknown"))
-    used_bytes, host_bytes = memory.host_bytes()
-    held = f"{format_bytes(host_bytes - used_bytes)} free of {format_bytes(host_bytes)} for this process"
+    used_bytes, total_bytes = host.used_and_total_bytes()
+    held = f"{format_bytes(total_bytes - used_bytes)} free of {format_bytes(total_bytes)} for this process"
     yield Finding("machine", "host memory", held)
     yield Finding("machine", "device", str(device))
     if device.type != "cpu":

@@ -170,7 +170,7 @@ class Loop:
         self._batch = fetched.batch
         rows = length(fetched.batch, fetched.expected)
         self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch)))
-        self._mark = memory.read(self.task.device, self.task.budget).allocated_bytes
+        self._mark = memory.allocated_bytes(self.task.device, self.task.budget)
         return engine
 
     def _insist(self, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:

@@ -1,10 +1,10 @@
-"""What devices and the host have, hold and give back: the only reader of torch's device modules and of the system.
+"""What devices have, hold and give back: the only reader of torch's device modules.
 
 Every function takes the device that it is about and asks only that device's own module, by its index: on a machine
 without CUDA nothing of CUDA is touched, and with several cards a process opens no context on another's.
 """
 
-# ruff: noqa: TID251  this is the room that the ban on device modules and psutil points to
+# ruff: noqa: TID251  this is the room that the ban on device modules points to
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from adaptive_trainer import host
 from adaptive_trainer.budget import Budget
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.oom import Verdict, recognise
 from adaptive_trainer.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
     from torch import Tensor
@@ -87,7 +86,7 @@ def read(device: torch.device, budget: Budget | None = None) -> Memory:
             total_bytes=total_bytes,
         )
     if device.type == "cpu":
-        used_bytes, total_bytes = host_bytes()
+        used_bytes, total_bytes = host.used_and_total_bytes()
         return Memory(free_bytes=total_bytes - used_bytes, total_bytes=total_bytes)
     return Memory()
 
@@ -105,6 +104,16 @@ def _read_statistics(device: torch.device) -> Memory:
         free_bytes=free_bytes,
         total_bytes=limit_bytes,
     )
+
+
+def allocated_bytes(device: torch.device, budget: Budget | None = None) -> int | None:
+    """What tensors hold now, asked once a step; None where nobody counts (a CPU without a limit)."""
+    if budget is not None:
+        return budget.live_bytes
+    if device.type in _WITH_STATISTICS:
+        held: int = torch.get_device_module(device).memory_allocated(device)
+        return held
+    return torch.mps.current_allocated_memory() if device.type == "mps" else None
 
 
 def peak_bytes(device: torch.device, budget: Budget | None = None) -> int | None:
@@ -224,7 +233,7 @@ def _total_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if device.type == "cpu":
-        return min(limit_bytes for _, limit_bytes in _ceilings())
+        return host.total_bytes()
     raise RecipeError(
         f"memory_limit: there is no limit for {device.type}; it works on cuda, xpu, mps and cpu, so drop it"
     )
@@ -323,71 +332,3 @@ def processes_on(device: torch.device) -> dict[int, int] | None:
     if os.getpid() not in held or None in held.values():
         return None
     return {pid: num_bytes for pid, num_bytes in held.items() if pid != os.getpid()}
-
-
-def host_bytes() -> tuple[int, int]:
-    """Bytes used and in all of the host memory that this process may use: of the limit that is nearest."""
-    return min(_ceilings(), key=lambda ceiling: ceiling.limit_bytes - ceiling.used_bytes)
-
-
-class _Ceiling(NamedTuple):
-    used_bytes: int
-    limit_bytes: int
-
-
-def _ceilings() -> Iterator[_Ceiling]:
-    """Everything that bounds this process's host memory: the machine, its containers, its own resource limits."""
-    import psutil  # noqa: PLC0415  imported where it is used, so that importing the package stays quick
-
-    machine = psutil.virtual_memory()
-    yield _Ceiling(machine.total - machine.available, machine.total)
-    yield from _cgroup_ceilings(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    if sys.platform != "win32":
-        import resource  # noqa: PLC0415  not there on Windows
-
-        own = psutil.Process().memory_info()
-        for kind, used_bytes in ((resource.RLIMIT_AS, own.vms), (resource.RLIMIT_DATA, getattr(own, "data", own.rss))):
-            limit_bytes = resource.getrlimit(kind)[0]
-            if limit_bytes != resource.RLIM_INFINITY:
-                yield _Ceiling(min(used_bytes, limit_bytes), limit_bytes)
-
-
-def _cgroup_ceilings(membership: Path, mount: Path) -> Iterator[_Ceiling]:
-    """The limits of the process's control group and of all above it, for both versions of control groups."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, current, reclaimable = mount, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, current = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            reclaimable = "total_inactive_file"
-        else:
-            continue
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit_bytes = _number(folder / limit)
-            if limit_bytes is not None:
-                used_bytes = (_number(folder / current) or 0) - _statistic(folder / "memory.stat", reclaimable)
-                yield _Ceiling(min(max(0, used_bytes), limit_bytes), limit_bytes)
-            if folder == root:
-                break
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # not there, or the word "max"
-        return None
-
-
-def _statistic(file: Path, name: str) -> int:
-    with suppress(OSError):
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0

@@ -40,6 +40,7 @@ class Run:
         goal: Goal,
         record: Callable[[Event], None],
         evaluate: Callable[[], None],
+        *,
         eval_steps: int | None,
     ) -> None:
         self.epochs = 0

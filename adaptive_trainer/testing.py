@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from adaptive_trainer import phases
-from adaptive_trainer.budget import Allocations
+from adaptive_trainer.allocations import Allocations
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.phases import Passage, Phase
 
@@ -116,6 +116,6 @@ def _error(message: str | None) -> BaseException:
         return torch.OutOfMemoryError(message or _MESSAGE)
     name = named["type"].rpartition(".")[2]
     found = getattr(torch, name, None) or getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, BaseException):
-        return found(named["text"])
-    return type(name, (RuntimeError,), {})(named["text"])
+    kind = found if isinstance(found, type) and issubclass(found, BaseException) else type(name, (RuntimeError,), {})
+    error: BaseException = kind(named["text"])
+    return error

@@ -28,11 +28,10 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], run_dir: Path | None) -> None:
         # Imported here, because accelerate costs more to import than all of this package.
-        from accelerate.tracking import filter_trackers  # noqa: PLC0415, TID251
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS as KNOWN  # noqa: N811, PLC0415, TID251
+        from accelerate import tracking  # noqa: PLC0415, TID251
 
         folder = run_dir or Path("runs")
-        available = [str(getattr(name, "value", name)) for name in filter_trackers(list(names), str(folder))]
+        available = [str(getattr(name, "value", name)) for name in tracking.filter_trackers(list(names), str(folder))]
         missing = [name for name in names if name not in available and name != "all"]
         if missing:
             raise RecipeError(
@@ -40,7 +39,7 @@ class Trackers:
             )
         self._trackers: list[Any] = []
         for name in available:
-            known = KNOWN[name]
+            known = tracking.LOGGER_TYPE_TO_CLASS[name]
             folders = {"logging_dir": str(folder)} if known.requires_logging_directory else {}
             self._trackers.append(known(_PROJECT, **folders))
 

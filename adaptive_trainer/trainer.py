@@ -32,7 +32,7 @@ from adaptive_trainer.snapshot import seed_everything
 from adaptive_trainer.trackers import Trackers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -64,7 +64,7 @@ class AdaptiveTrainer:
             samples.
         separable: False where the loss couples the samples of a batch, which is then never cut.
         plan: Where the walk begins. Default: the whole batch in fp32.
-        ladder: Rungs, in order: names, `Rung` objects or functions; or a `Ladder`. An empty list turns falling back off.
+        ladder: Rungs, in order: names, `Rung` objects or functions; or a `Ladder`. An empty list turns it off.
         memory_limit: ``"20GiB"``, bytes, or a fraction of the device such as 0.9.
         device: Default: the accelerator there is, else the CPU.
         seed: Seeds Python, NumPy and torch once, when a run starts from its first step.
@@ -111,7 +111,7 @@ class AdaptiveTrainer:
         resume: str = "auto",
         checkpoint_steps: int | None = None,
         keep_checkpoints: int = 2,
-        callbacks: Iterable[Any] = (),
+        callbacks: Sequence[Any] = (),
         trackers: Sequence[str] = (),
         progress: bool | None = None,
         metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
@@ -209,7 +209,7 @@ class AdaptiveTrainer:
             stack.callback(loop.close)
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
             self._start(self._source)
-            run = Run(loop, self._source, goal, self._record, self._evaluate_once, self._eval_steps)
+            run = Run(loop, self._source, goal, self._record, self._evaluate_once, eval_steps=self._eval_steps)
             try:
                 run.train(self._epochs)
             finally:

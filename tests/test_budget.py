@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from adaptive_trainer.budget import Allocations, Budget, Storages, dense_parts
+from adaptive_trainer.allocations import Allocations, Storages, dense_parts
+from adaptive_trainer.budget import Budget
 from adaptive_trainer.oom import recognise
 from adaptive_trainer.phases import Phase, Track
 
@@ -329,14 +330,21 @@ def test_adopt_charges_each_storage_once_and_whole():
     budget, track = tracked()
     with track.enter(Phase.BUILD):
         layer = nn.Linear(4, 4, bias=False)
-    base = torch.zeros(100)
-    budget.adopt(
-        [layer.weight, layer.weight.view(16), base[:10], base[50:], nn.Parameter(torch.zeros(5, device="meta"))]
-    )
+    base, meta = torch.zeros(100), nn.Parameter(torch.zeros(5, device="meta"))
+    budget.adopt([layer.weight, layer.weight.view(16), base[:10], base[50:], meta])
     budget.adopt([base])
     assert budget.live_bytes == 64 + 400
     del base
     assert budget.live_bytes == 64
+
+
+def test_adopt_charges_what_wrappers_and_sparse_tensors_are_made_of():
+    budget = Budget(ROOMY_BYTES)
+    jagged = torch.nested.nested_tensor([torch.zeros(3, 2), torch.zeros(1, 2)], layout=torch.jagged)
+    sparse = torch.eye(3).to_sparse()
+    budget.adopt([jagged, sparse])
+    offsets_bytes, values_bytes = 3 * 8, 4 * 2 * 4
+    assert budget.live_bytes == offsets_bytes + values_bytes + 48 + 12
 
 
 def test_adopting_too_much_raises_and_charges_nothing():

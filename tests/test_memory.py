@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptive_trainer import memory
+from adaptive_trainer import host, memory
 from adaptive_trainer.budget import Budget
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.phases import Phase, Track
@@ -372,24 +372,24 @@ def test_container_limits_of_the_second_version_count_with_those_above_them(tmp_
     write_group(tmp_path, (1, 1, 0), version=2)  # not in the file system of the control groups
     write_group(tmp_path / "fs" / "job", (1000, 700, 100), version=2)
     write_group(tmp_path / "fs" / "job" / "step", ("max", 600, 100), version=2)
-    assert list(memory._cgroup_ceilings(membership, tmp_path / "fs")) == [(600, 1000)]
+    assert list(host._cgroup_ceilings(membership, tmp_path / "fs")) == [(600, 1000)]
 
 
 def test_container_limits_of_the_first_version_count_also_where_the_path_is_not_shown(tmp_path):
     membership = tmp_path / "cgroup"
     membership.write_text("5:devices:/docker/x\n4:cpu,memory:/docker/x\n0::/docker/x\n")
     write_group(tmp_path / "fs" / "memory", (2000, 500, 50), version=1)
-    assert list(memory._cgroup_ceilings(membership, tmp_path / "fs")) == [(450, 2000)]
+    assert list(host._cgroup_ceilings(membership, tmp_path / "fs")) == [(450, 2000)]
 
 
 def test_no_control_groups_are_no_limits(tmp_path):
-    assert list(memory._cgroup_ceilings(tmp_path / "none", tmp_path)) == []
+    assert list(host._cgroup_ceilings(tmp_path / "none", tmp_path)) == []
 
 
 def test_the_nearest_ceiling_is_the_hosts_and_the_lowest_the_cpus_total(monkeypatch):
-    ceilings = [memory._Ceiling(50, 100), memory._Ceiling(10, 80), memory._Ceiling(0, 70)]
-    monkeypatch.setattr(memory, "_ceilings", lambda: iter(ceilings))
-    assert memory.host_bytes() == (50, 100)
+    ceilings = [host._Ceiling(50, 100), host._Ceiling(10, 80), host._Ceiling(0, 70)]
+    monkeypatch.setattr(host, "_ceilings", lambda: iter(ceilings))
+    assert host.used_and_total_bytes() == (50, 100)
     assert memory.resolve_limit(1.0, CPU) == 70
     with pytest.raises(RecipeError, match="71 is more than the 70 B that cpu has"):
         memory.resolve_limit(71, CPU)
@@ -397,14 +397,14 @@ def test_the_nearest_ceiling_is_the_hosts_and_the_lowest_the_cpus_total(monkeypa
 
 UNDER_A_REAL_LIMIT = """
 import resource, psutil, torch
-from adaptive_trainer import memory
+from adaptive_trainer import host, memory
 from adaptive_trainer.oom import recognise
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
 limit_bytes = psutil.Process().memory_info().data + 256 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 assert memory.resolve_limit(1.0, cpu) == limit_bytes
-used, total = memory.host_bytes()
+used, total = host.used_and_total_bytes()
 assert total == limit_bytes and total - used <= 257 * 2**20, (used, total)
 caught = None
 try:

@@ -349,7 +349,9 @@ def test_a_users_own_model_with_shifted_labels_is_known():
     batch = {"input_ids": torch.randint(13, (6, 5)), "labels": torch.randint(13, (6, 5))}
     batch["labels"][2:, 2:] = -100
     batch["labels"][4:, 0] = -100
-    assert_close(in_pieces(model, batch, 6, (3, 3)), whole(model, batch))
+    assert item_counter(model, None, None)(batch) == 12
+    for micro_batch in range(1, 7):
+        assert_close(in_pieces(model, batch, 6, sizes(6, micro_batch)), whole(model, batch))
 
 
 def test_models_whose_mean_is_over_something_else_than_valid_labels():

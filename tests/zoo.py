@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 13
 

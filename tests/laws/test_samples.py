@@ -1,5 +1,7 @@
 """Law 2, Samples: every sample of an epoch once, in the same order, whatever the plan and whatever fails."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
@@ -8,6 +10,10 @@ from adaptive_trainer import AdaptiveTrainer, Plan
 from adaptive_trainer.testing import inject_oom
 
 NUM_SAMPLES = 22
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
 
 
 class Numbered(Dataset):
@@ -39,11 +45,11 @@ class Recorder:
 
     @property
     def samples(self):
-        return [sorted(sum(pieces, [])) for pieces in self.steps]
+        return [sorted(flat(pieces)) for pieces in self.steps]
 
     @property
     def order(self):
-        return [sum(pieces, []) for pieces in self.steps]
+        return [flat(pieces) for pieces in self.steps]
 
 
 def run(data, *, inject=None, model=None, **rest):
@@ -78,7 +84,7 @@ def test_every_sample_once_an_epoch_in_the_same_order(kind, phase):
     assert disturbed.order == plain.order
     assert len(disturbed.steps) == 6
     for epoch in (disturbed.samples[:3], disturbed.samples[3:]):
-        assert sorted(sum(epoch, [])) == list(range(NUM_SAMPLES))
+        assert sorted(flat(epoch)) == list(range(NUM_SAMPLES))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 5, 8, 100])
@@ -113,7 +119,7 @@ def test_an_iterator_without_length_is_read_once_and_to_its_end():
 
     recorder, result = run(batches(), epochs=1, inject=inject_oom(step=2, times=3))
     assert fetched == [0, 8, 16]
-    assert sum(recorder.order, []) == list(range(NUM_SAMPLES))
+    assert flat(recorder.order) == list(range(NUM_SAMPLES))
     assert result.steps == 3
 
 
@@ -123,12 +129,13 @@ def test_an_iterable_data_set_is_put_into_batches():
             return iter(Numbered()[index] for index in range(NUM_SAMPLES))
 
     recorder, _ = run(Stream(), batch_size=8, epochs=1, inject=inject_oom(step=2, times=2))
-    assert sum(recorder.order, []) == list(range(NUM_SAMPLES))
+    assert flat(recorder.order) == list(range(NUM_SAMPLES))
 
 
 def test_set_epoch_is_called_once_an_epoch_and_never_for_a_retry():
     class Told(Numbered):
-        epochs: list = []
+        def __init__(self):
+            self.epochs = []
 
         def set_epoch(self, epoch):
             self.epochs.append(epoch)
