@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 import traceback
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from adaptive_trainer.recipe import Recipe
     from adaptive_trainer.result import FitResult
 
 DONE, FAILED, WRONG_INPUT, EXHAUSTED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -80,25 +78,11 @@ def _fit(arguments: argparse.Namespace) -> int:
     from adaptive_trainer.trainer import AdaptiveTrainer  # noqa: PLC0415  torch is slow, a mistake is told first
 
     with log_on_terminal() as log:
-        trainer = AdaptiveTrainer(**recipe.arguments())
-        _save_recipe(recipe)
-        result = trainer.fit()
+        result = AdaptiveTrainer.from_recipe(recipe).fit()
     for warning in log.warnings:
         _complain(f"warning: {warning}")
     _say(_result_words(result))
     return DONE
-
-
-def _save_recipe(recipe: Recipe) -> None:
-    run_dir = recipe.values.get("run_dir")
-    if run_dir is None or os.environ.get("RANK", "0") != "0":
-        return
-    path = Path(run_dir) / "recipe.yaml"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(f"run_dir: {path} cannot be written ({error.strerror}); give a writable folder") from None
 
 
 def _result_words(result: FitResult) -> str:

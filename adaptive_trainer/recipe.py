@@ -49,6 +49,19 @@ class Recipe:
         """The recipe as it was meant, with nothing left to resolve."""
         return yaml.safe_dump(dict(self.values), sort_keys=False, allow_unicode=True)
 
+    def save(self, run_dir: Path) -> None:
+        """Write ``recipe.yaml``, with nothing left to resolve, into a run's folder.
+
+        Raises:
+            RecipeError: The folder cannot be written to.
+        """
+        path = run_dir / "recipe.yaml"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(f"run_dir: {path} cannot be written ({error.strerror}); give a writable folder") from None
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the trainer's constructor. Everything is made anew at each call.
 

@@ -25,7 +25,7 @@ from adaptive_trainer.phases import Track
 from adaptive_trainer.plan import Plan
 from adaptive_trainer.progress import Progress
 from adaptive_trainer.ranks import alone
-from adaptive_trainer.recipe import load_recipe
+from adaptive_trainer.recipe import Recipe, load_recipe
 from adaptive_trainer.result import FitResult
 from adaptive_trainer.run import Run
 from adaptive_trainer.snapshot import seed_everything
@@ -155,19 +155,24 @@ class AdaptiveTrainer:
         self._epochs = 0
         self._metrics: dict[str, float] = {}
         self._evaluated_at: int | None = None
+        self._recipe: Recipe | None = None
 
     @classmethod
-    def from_recipe(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """The trainer that a recipe describes.
+    def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
+        """The trainer that a recipe describes. With a ``run_dir``, `fit` leaves the recipe as it was meant there too.
 
         Args:
-            path: A YAML file.
-            overrides: ``key=value`` texts that change entries of it.
+            recipe: A YAML file, or one that was loaded already.
+            overrides: ``key=value`` texts that change entries of the file.
 
         Raises:
             RecipeError: The recipe is wrong; all mistakes at once.
         """
-        return cls(**load_recipe(path, overrides).arguments())
+        if not isinstance(recipe, Recipe):
+            recipe = load_recipe(recipe, overrides)
+        trainer = cls(**recipe.arguments())
+        trainer._recipe = recipe
+        return trainer
 
     @property
     def model(self) -> nn.Module:
@@ -264,6 +269,8 @@ class AdaptiveTrainer:
             hooks.append(stack.enter_context(bar))
         if self._trackers:
             hooks.append(stack.enter_context(Trackers(self._trackers, self._run_dir)))
+        if self._recipe is not None and self._run_dir is not None and self._loop.ranks.rank == 0:
+            self._recipe.save(self._run_dir)
         path = None if self._run_dir is None else self._run_dir / JOURNAL_NAME
         return Journal(path, [*hooks, *self._hooks])
 

@@ -449,7 +449,8 @@ def test_pieces_of_a_single_sample_batch_and_of_none():
     assert cut((rows(0, 2), []), 0, (0,))[0][0].shape == (0, 2)
 
 
-def structures(num_samples):
+@st.composite
+def structures(draw, num_samples):
     """Nested batches in which no list happens to be as long as the batch, unless it holds rows."""
     other = st.integers(0, 9).filter(lambda size: size != num_samples)
     leaf = st.one_of(
@@ -472,9 +473,7 @@ def structures(num_samples):
             st.dictionaries(st.sampled_from("abc"), inner).map(OrderedDict),
         )
 
-    return st.recursive(leaf, containers, max_leaves=12).map(
-        lambda rest: {"x": torch.rand(num_samples, 2), "rest": rest}
-    )
+    return {"x": torch.rand(num_samples, 2), "rest": draw(st.recursive(leaf, containers, max_leaves=12))}
 
 
 def joined(pieces):  # noqa: PLR0911  a case for each class of container

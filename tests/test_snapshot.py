@@ -165,12 +165,30 @@ def test_spectral_norm_replays_bit_for_bit(norm):
 
 def test_values_of_parameters_are_left_alone():
     model = nn.Linear(2, 2)
+    model.unregistered = torch.ones(2, requires_grad=True)
     snapshot = ModuleSnapshot(model)
     snapshot.take()
     with torch.no_grad():
         model.weight.fill_(7)
+        model.unregistered.fill_(7)
     snapshot.restore()
     assert torch.equal(model.weight, torch.full((2, 2), 7.0))
+    assert torch.equal(model.unregistered, torch.full((2,), 7.0))
+
+
+def test_names_that_changed_over_the_same_values_come_back():
+    model = nn.Module()
+    model.found, model.table = None, {"found": 1}
+    model.last = None
+    snapshot = ModuleSnapshot(model)
+    snapshot.take()
+    del model.last
+    model.lost = None
+    model.table["lost"] = model.table.pop("found")
+    snapshot.restore()
+    assert model.last is None
+    assert not hasattr(model, "lost")
+    assert model.table == {"found": 1}
 
 
 def test_case_026_a_flag_that_a_hook_set_comes_back():
@@ -315,17 +333,31 @@ def test_a_large_non_persistent_buffer_is_copied_only_when_it_changed():
     with Operations() as calm:
         snapshot.take()
     assert calm.copied == {LARGE + 1: 1, 5: 1}
-    model.mask.add_(1)
-    with Operations() as changed:
-        snapshot.take()
-    assert changed.copied[LARGE] == 1
-    model.mask = torch.zeros(LARGE)
+    model.mask = torch.zeros(LARGE)  # another tensor of the same version
     with Operations() as rebound:
         snapshot.take()
     assert rebound.copied[LARGE] == 1
     model.mask.add_(1)
+    with Operations() as changed:
+        snapshot.take()
+    assert changed.copied[LARGE] == 1
+    model.mask.add_(1)
     snapshot.restore()
-    assert torch.equal(model.mask, torch.zeros(LARGE))
+    assert torch.equal(model.mask, torch.ones(LARGE))
+    with Operations() as restored:
+        snapshot.take()
+    assert LARGE not in restored.copied
+
+
+def test_a_buffer_that_grew_is_remembered_in_its_new_size():
+    model = nn.Module()
+    snapshot = ModuleSnapshot(model)
+    for value in (torch.zeros(3), torch.zeros(5), torch.zeros(5, dtype=torch.float64)):
+        model.register_buffer("cache", value)
+        snapshot.take()
+        value.add_(1)
+        snapshot.restore()
+        assert torch.equal(model.cache, torch.zeros_like(value))
 
 
 def test_nothing_is_allocated_after_the_first_take():
@@ -333,6 +365,7 @@ def test_nothing_is_allocated_after_the_first_take():
     snapshot = ModuleSnapshot(model)
     snapshot.take()
     model(torch.randn(8, 4))
+    model[0][1].running_mean = torch.zeros(4)
     with Operations() as mode:
         snapshot.take()
         snapshot.restore()
@@ -360,7 +393,7 @@ class Stashing(nn.Module):
         self.graph = weakref.ref(hidden.untyped_storage())
         self.attention = functional.pad(hidden.exp(), (0, LARGE))
         self.aux = hidden.exp().mean()
-        self.losses[:] = [hidden.exp().sum()]
+        self.losses[:] = [hidden.square().sum()]  # its graph holds hidden itself
         return hidden
 
 

@@ -50,6 +50,9 @@ class NativeEngine:
         loss = task.objective.loss
         roots = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
         self._rewind = Rewind(roots, self.model.parameters(), task.device)
+        # The first time makes room for the copies, so it belongs to the build, which may run out of memory.
+        with nullcontext() if task.budget is None else task.budget.paused():
+            self._rewind.take()
         self._closure = needs_closure(self._optimizer)
         self._copy: StateCopy | None = None
         self._copies_always = self._closure
