@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 #: Tuples by class, but not containers of anything that a batch would hold.
 _LEAVES = (PackedSequence, torch.Size)
+#: The usual leaves of long lists, such as token numbers: known at a glance, where asking for a Mapping takes long.
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 def is_array(value: Any) -> TypeGuard[Tensor | np.ndarray[Any, Any]]:
@@ -29,6 +31,8 @@ def is_array(value: Any) -> TypeGuard[Tensor | np.ndarray[Any, Any]]:
 
 def has_arrays(value: Any) -> bool:
     """Whether this is an array, or holds one at any depth."""
+    if isinstance(value, list):
+        return any(type(entry) not in _PLAIN and has_arrays(entry) for entry in value)
     return is_array(value) or any(has_arrays(entry) for _, entry in entries_of(value) or ())
 
 
@@ -41,6 +45,8 @@ def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
 
 def entries_of(value: Any) -> list[tuple[Hashable, Any]] | None:
     """What a container holds, by key, field or position; None for a leaf."""
+    if type(value) in _PLAIN:
+        return None
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
