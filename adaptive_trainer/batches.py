@@ -54,6 +54,13 @@ def length(batch: Any, expected: int | None = None) -> int | None:
         expected: Samples of the loader's full batches. It is right if anything in the batch has this length, unless
             the labels are fewer: then this is an epoch's last batch.
     """
+    # Asked once a step, of plain tensors that all have the length which the loader says.
+    if (
+        type(batch) in {tuple, list}
+        and batch
+        and all(type(field) is Tensor and field.shape[:1] == (expected,) for field in batch)
+    ):
+        return expected
     counts = Counter(size for field in _readings(batch) for size in field)
     rows = len(batch) if is_sequence(batch) and batch and _alike(batch) else None
     targets = list(_readings_of_targets(batch))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adaptive_trainer.batches import call, length, loss_of
 from adaptive_trainer.errors import DataError
-from adaptive_trainer.weights import item_counter, loss_reduction
+from adaptive_trainer.weights import ItemCounter, item_counter, loss_reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ class Objective:
         """Whether the loss is a sum over its items, and pieces simply add up."""
         return "sum" in {self.reduction, loss_reduction(self.loss)}
 
-    def counter(self, model: nn.Module) -> Callable[[Any], float]:
+    def counter(self, model: nn.Module) -> ItemCounter:
         """How many items the loss averages over, as a function of any batch or piece of one."""
         return item_counter(model, self.loss, self.weight)
 

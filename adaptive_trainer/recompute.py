@@ -231,12 +231,14 @@ class _Forward:
         if self._previous is not None:
             self._block.__dict__["forward"] = self._previous
 
+    # A compiler would trace gradient checkpointing in a form of its own, in which what is written in place, drawn from
+    # Python's stream or stashed comes out wrong. So in a compiled model the blocks are what is not compiled.
+    # Not torch.compiler.disable, which imports the whole compiler at once; this waits for the first call.
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._previous or MethodType(type(self._block).forward, self._block)
         if not (self._active and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler sees to side effects itself and takes no contexts of others
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return _run(self._block, forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from operator import is_, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -380,8 +381,8 @@ class RandomStreams:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the streams of Python, of NumPy if somebody has imported it, and of torch on all devices."""
+    """Seed the streams of Python, of NumPy, and of torch on all devices."""
     random.seed(seed)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(seed % 2**32)
+    # NumPy loads this part when it is first used. Were that in the first step, its stream would begin anywhere.
+    import_module("numpy.random").seed(seed % 2**32)
     torch.manual_seed(seed)

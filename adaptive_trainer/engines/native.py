@@ -56,13 +56,14 @@ class NativeEngine:
         self._closure = needs_closure(self._optimizer)
         self._copy: StateCopy | None = None
         self._copies_always = self._closure
-        self._moments: list[int] = []
+        self._entered = False
+        self._entering = self._optimizer.register_step_pre_hook(self._enter)
 
     # One step, from prepare to commit.
 
     def prepare(self) -> None:
         """Remember the state from which the next step starts."""
-        self._copy = None
+        self._copy, self._entered = None, False
         if self._copies_always or not self._state.optimizer_has_stepped:
             # A host too small for the copy is no reason not to train: the step is then merely harder to undo.
             with Boundary(self._track, lambda failure: failure.is_memory):
@@ -83,7 +84,6 @@ class NativeEngine:
     def commit(self, computed: Computed) -> Committed | Failure:
         """Move optimizer and schedule."""
         lr = self._learning_rate()
-        self._moments = self._versions()
         with Boundary(self._track, self._task.answerable) as boundary:
             with self._track.enter(Phase.OPTIMIZER):
                 moved = self._closure or self._precision.step(
@@ -94,7 +94,7 @@ class NativeEngine:
             if moved:
                 self._schedule(loss)
                 self._state.optimizer_has_stepped = True
-            self._copy, self._moments = None, []
+            self._copy, self._entered = None, False
             return Committed(loss, lr, moved)
         return boundary.failed
 
@@ -104,9 +104,8 @@ class NativeEngine:
         self._precision.reset()
         if self._copy is not None:
             self._copy.restore()
-        elif self._rewind.parameters_moved or (self._moments and self._moments != self._versions()):
+        elif self._rewind.parameters_moved or self._entered:
             return False
-        self._moments = []
         self._rewind.restore()
         return True
 
@@ -122,15 +121,14 @@ class NativeEngine:
         pieces = cut(batch, sum(sizes), sizes)
         if self._objective.step is not None and self._objective.weight is None:
             return self._gradients_weighted_afterwards(pieces)
-        counts = [self._count(piece) for piece in pieces]
+        counts = [self._count(piece, size or None) for piece, size in zip(pieces, sizes, strict=True)]
         parts = shares(counts, "sum" if self._objective.sums else "mean")
         if not any(counts):
             parts = [0.0] * len(parts)
             zero_gradients(self._parameters)
-        total = torch.zeros((), device=self._task.device)
-        for index, part in enumerate(parts):
-            loss, _ = self._piece(index, pieces, part)
-            total = loss if len(parts) == 1 else total + loss
+        total, _ = self._piece(0, pieces, parts[0])
+        for index in range(1, len(parts)):
+            total = total + self._piece(index, pieces, parts[index])[0]
         return total
 
     def _gradients_weighted_afterwards(self, pieces: list[Any]) -> Tensor:
@@ -213,14 +211,9 @@ class NativeEngine:
         elif scheduler is not None:
             scheduler.step()
 
-    def _versions(self) -> list[int]:
-        """Version counters of the optimizer's state: a step that failed half-way has moved some."""
-        return [
-            value._version  # noqa: SLF001  torch names no other way to it
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+    def _enter(self, *_: object) -> None:
+        """The optimizer has begun to move, and may have moved something by the time it fails."""
+        self._entered = True
 
     # Evaluation.
 
@@ -258,4 +251,5 @@ class NativeEngine:
         """Take gradient checkpointing off and drop the gradients."""
         if self._recomputation is not None:
             self._recomputation.take_off()
+        self._entering.remove()
         self._optimizer.zero_grad(set_to_none=True)
