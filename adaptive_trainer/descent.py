@@ -97,7 +97,7 @@ class Descent:
         self._used: set[str] = set()
         self._suspected_once = False
         self._first: Failure | None = None
-        self._usual: deque[int] = deque(maxlen=_REMEMBERED)
+        self._usual: deque[Load] = deque(maxlen=_REMEMBERED)
         self._fitting_elements = 0.0
 
     @property
@@ -114,7 +114,7 @@ class Descent:
 
     def passed(self, pieces: tuple[int, ...]) -> None:
         """The batch got through in ``pieces``."""
-        self._usual.append(self.load.num_elements)
+        self._usual.append(replace(self.load, shapes={}))
         if self.load.num_rows:
             largest = self.load.num_elements * pieces[0] / self.load.num_rows
             self._fitting_elements = max(self._fitting_elements, largest)
@@ -229,13 +229,16 @@ class Descent:
 
     def _situation(self, event: OutOfMemory, traits: Traits, failure: Failure | None) -> Situation:
         rows, elements = self.load.num_rows, self.load.num_elements
-        fits = int(self._fitting_elements * rows / elements) if rows and elements and self._fitting_elements else None
+        fits = None
+        if rows and elements and self._fitting_elements:
+            # Where not even one sample is as small as what is known to fit, one is still the best guess.
+            fits = max(1, int(self._fitting_elements * rows / elements))
         return Situation(
             plan=event.plan,
             event=event,
             traits=traits,
             num_rows=rows,
-            fitting_rows=fits or None,
+            fitting_rows=fits,
             suspected=failure is not None and failure.recognition.verdict is Verdict.SUSPECTED,
             used=frozenset(self._used),
             undone=frozenset(self.undone),
@@ -250,8 +253,8 @@ class Descent:
                 numbers=numbers,
                 host=recognition.host and not around.host_is_device,
                 suspected=suspected,
-                num_elements=self.load.num_elements,
-                usual_elements=statistics.median(self._usual) if self._usual else None,
+                num_elements=_largest_piece(self.now, self.load),
+                usual_elements=self._usual_elements(),
             )
         )
         return OutOfMemory(
@@ -270,6 +273,10 @@ class Descent:
             num_rows=self.load.num_rows,
         )
 
+    def _usual_elements(self) -> float | None:
+        """What the largest micro-batch of a usual batch would have under the present plan."""
+        return statistics.median(_largest_piece(self.now, load) for load in self._usual) if self._usual else None
+
     def _note(self, event: OutOfMemory | Fallback) -> None:
         self.trail.append(event)
         self._record(event)
@@ -279,6 +286,11 @@ class Descent:
         if rung == "amp":
             return replace(self.now, precision=self.start.precision)
         return replace(self.now, gradient_checkpointing=self.start.gradient_checkpointing)
+
+
+def _largest_piece(plan: Plan, load: Load) -> float:
+    """Elements of a batch's largest micro-batch under a plan."""
+    return load.num_elements * sizes(load.num_rows, plan.micro_batch)[0] / load.num_rows if load.num_rows else 0.0
 
 
 def pieces(plan: Plan, load: Load, traits: Traits) -> tuple[int, ...]:

@@ -29,15 +29,15 @@ class Symptoms:
         numbers: What the message and the device said.
         host: Host memory ran out, while the training is on another device.
         suspected: It only may have been memory.
-        num_elements: Tensor elements of the failed batch.
-        usual_elements: The median of the batches before it; None for the first ones.
+        num_elements: Tensor elements of the failed batch's largest micro-batch.
+        usual_elements: The median of the batches before it, cut under the same plan; None for the first ones.
     """
 
     phase: Phase
     numbers: Numbers
     host: bool = False
     suspected: bool = False
-    num_elements: int = 0
+    num_elements: float = 0.0
     usual_elements: float | None = None
 
 

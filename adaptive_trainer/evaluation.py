@@ -12,7 +12,7 @@ from adaptive_trainer.engines.base import Evaluated
 from adaptive_trainer.errors import DataError
 from adaptive_trainer.events import Evaluate
 from adaptive_trainer.ladder import Ladder
-from adaptive_trainer.snapshot import RandomStreams
+from adaptive_trainer.streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -63,6 +63,12 @@ class Objective:
         """Whether the loss is a sum over its items, and pieces simply add up."""
         return "sum" in {self.reduction, loss_reduction(self.loss)}
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules beside the model that a forward may change: a loss with a state, the owner of a step."""
+        found = (self.loss, self.step, getattr(self.loss, "__self__", None), getattr(self.step, "__self__", None))
+        return [entry for entry in found if isinstance(entry, nn.Module)]
+
     def counter(self, model: nn.Module) -> ItemCounter:
         """How many items the loss averages over, as a function of any batch or piece of one."""
         return item_counter(model, self.loss, self.weight)

@@ -10,20 +10,14 @@ in containers) when they are changed in place, and a large non-persistent buffer
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from operator import is_, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-from adaptive_trainer import memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
@@ -319,70 +313,3 @@ class ModuleSnapshot:
             torch._foreach_copy_(tensors, clones)
         for copy in self._watched:
             copy.restore()
-
-
-@dataclass(frozen=True, eq=False)
-class HostStreams:
-    """The random streams of Python and, once somebody has imported it, of NumPy."""
-
-    python: tuple[Any, ...]
-    numpy: dict[str, Any] | None
-
-    @classmethod
-    def take(cls) -> HostStreams:
-        """The streams as they are now."""
-        numpy_random = sys.modules.get("numpy.random")
-        return cls(random.getstate(), None if numpy_random is None else numpy_random.get_state(legacy=False))
-
-    def restore(self) -> None:
-        """Put the streams back."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-
-    def equal_to(self, other: HostStreams) -> bool:
-        """Whether both would give the same numbers."""
-        return self.python == other.python and _plain(self.numpy) == _plain(other.numpy)
-
-
-def _plain(state: Any) -> Any:
-    """NumPy's state with its arrays as bytes, so that it can be compared."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return state.tobytes() if hasattr(state, "tobytes") else state
-
-
-@dataclass(frozen=True, eq=False)
-class RandomStreams:
-    """All random streams that a step draws from: Python, NumPy, torch on the host, torch on the process's device."""
-
-    host: HostStreams
-    cpu: Tensor
-    device: torch.device
-    own: Tensor | None
-
-    @classmethod
-    def take(cls, device: torch.device) -> RandomStreams:
-        """The streams as they are now, that of ``device`` included."""
-        return cls(HostStreams.take(), torch.get_rng_state(), device, memory.rng_state(device))
-
-    def restore(self) -> None:
-        """Put all streams back."""
-        self.host.restore()
-        torch.set_rng_state(self.cpu)
-        memory.set_rng_state(self.device, self.own)
-
-    def moved(self) -> bool:
-        """Whether torch drew a random number, on the host or on the device, since these were taken."""
-        if not torch.equal(self.cpu, torch.get_rng_state()):
-            return True
-        own = None if self.own is None else memory.rng_state(self.device)
-        return self.own is not None and own is not None and not torch.equal(self.own, own)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the streams of Python, of NumPy, and of torch on all devices."""
-    random.seed(seed)
-    # NumPy loads this part when it is first used. Were that in the first step, its stream would begin anywhere.
-    import_module("numpy.random").seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from adaptive_trainer.snapshot import ModuleSnapshot, RandomStreams
+from adaptive_trainer.snapshot import ModuleSnapshot
+from adaptive_trainer.streams import RandomStreams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -28,7 +28,7 @@ from adaptive_trainer.ranks import alone
 from adaptive_trainer.recipe import Recipe, load_recipe
 from adaptive_trainer.result import FitResult
 from adaptive_trainer.run import Run
-from adaptive_trainer.snapshot import seed_everything
+from adaptive_trainer.streams import seed_everything
 from adaptive_trainer.trackers import Trackers
 
 if TYPE_CHECKING:

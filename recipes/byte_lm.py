@@ -37,7 +37,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """From ``(batch, time, width)`` to the same shape."""
         x = x + self.attended(self._attend(self.before_attention(x)))
-        return x + self.mlp(self.before_mlp(x))
+        mixed: Tensor = x + self.mlp(self.before_mlp(x))
+        return mixed
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape

@@ -18,8 +18,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from adaptive_trainer import AdaptiveTrainer, Fallback, OutOfMemory
-from adaptive_trainer.journal import describe
+from adaptive_trainer import AdaptiveTrainer
 from adaptive_trainer.progress import log_on_terminal
 from adaptive_trainer.report import History, read_history
 from adaptive_trainer.report.terminal import console, render
@@ -73,12 +72,12 @@ def main() -> int:
     history = read_history(RUN_DIR)
     assert history is not None
     console().print("\n", render(history))
-    print(f"loss at the start {result.losses[0]:.3f}, at the end {result.losses[-1]:.3f}")
+    words = f"loss at the start {result.losses[0]:.3f}, at the end {result.losses[-1]:.3f}"
+    print(words)
     if arguments.picture is not None:
-        _draw(history, [event for event in result.events if isinstance(event, OutOfMemory | Fallback)], arguments.picture)
-    rungs = list(dict.fromkeys(event.rung for event in result.fallbacks))
+        _draw(history, words, arguments.picture)
     summary = {
-        "rungs": rungs,
+        "rungs": list(dict.fromkeys(event.rung for event in result.fallbacks)),
         "num_fallbacks": len(result.fallbacks),
         "first_loss": round(result.losses[0], 4),
         "last_loss": round(result.losses[-1], 4),
@@ -88,18 +87,10 @@ def main() -> int:
     return 0
 
 
-def _draw(history: History, events: list[OutOfMemory | Fallback], path: Path) -> None:
-    """The command, the log lines and the tables of the run as one picture."""
-    paper = Console(record=True, width=150, file=io.StringIO())
-    paper.print(Text("$ scripts/demo", style="bold"))
-    last: OutOfMemory | None = None
-    for event in events:
-        if isinstance(event, Fallback):
-            paper.print(Text(describe(event, last), style="yellow"))
-        else:
-            last = event
-    paper.print()
-    paper.print(render(history))
+def _draw(history: History, words: str, path: Path) -> None:
+    """The command and what it printed at its end, as a picture."""
+    paper = Console(record=True, width=170, file=io.StringIO())
+    paper.print(Text("$ scripts/demo\n", style="bold"), render(history), Text(f"\n{words}"))
     path.write_text(paper.export_svg(title="adaptive trainer", code_format=_PICTURE), encoding="utf-8")
 
 

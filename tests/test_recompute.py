@@ -213,8 +213,10 @@ class SharedStashBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.router = router
+        self.calls = 0
 
     def forward(self, x):
+        self.calls += 1
         aux = self.router(x).logsumexp(-1).mean()
         if self.router.total.grad_fn is None:
             self.router.total = self.router.total + aux
@@ -425,7 +427,7 @@ def test_without_gradients_the_block_is_called_straight(monkeypatch):
     torch.manual_seed(3)
     expected = model(x).detach()
     Recomputation.put_on(model)
-    monkeypatch.setattr(recompute, "_run", None)
+    monkeypatch.setattr(recompute, "run", None)
     for context in (torch.no_grad(), torch.inference_mode()):
         torch.manual_seed(3)
         with context:
@@ -508,7 +510,10 @@ def test_putting_it_on_twice_computes_again_once_and_the_first_owner_takes_it_of
     model = seeded(MODELS["plain"])
     calls = Counter()
     model.blocks[0].inner[0].register_forward_hook(lambda *_: calls.update([1]))
-    first, second = Recomputation.put_on(model), Recomputation.put_on(model)
+    first = Recomputation.put_on(model)
+    forward = model.blocks[0].forward
+    second = Recomputation.put_on(model)
+    assert model.blocks[0].forward is forward
     model(torch.randn(6, WIDTH)).sum().backward()
     assert calls[1] == 2
     second.take_off()
@@ -626,6 +631,22 @@ def test_out_of_memory_in_the_second_computation_puts_everything_back():
     assert_bit_equal((torch.get_rng_state(), random.getstate()), state)
 
 
+def test_out_of_memory_on_the_way_back_puts_everything_back(monkeypatch):
+    model = seeded(MODELS["shared_stash"])
+    Recomputation.put_on(model)
+    loss = model(torch.randn(6, WIDTH)).sum()
+    before, total = attributes(model), model.router.total
+
+    def fail(_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("adaptive_trainer.snapshot._Faded.tensor", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    assert model.router.total is total
+    assert_bit_equal(attributes(model), before)
+
+
 def test_stashed_losses_stay_those_of_the_forward_and_keep_their_graph():
     model = seeded(MODELS["experts"])
     Recomputation.put_on(model)
@@ -639,17 +660,89 @@ def test_stashed_losses_stay_those_of_the_forward_and_keep_their_graph():
     assert gate.grad is not None
 
 
-def test_compiled_models_train_with_it():
-    model = seeded(MODELS["plain"])
-    x = torch.randn(6, WIDTH)
-    model(x).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    Recomputation.put_on(model)
+@pytest.mark.parametrize("name", ["batch_norm", "random_depth", "first_in_place"])
+def test_compiled_models_train_with_it_and_stay_exact(name):
+    def run(model):
+        for _ in range(2):
+            torch.compile(model, backend="eager")(torch.ones(6, WIDTH)).sum().backward()
+        return [p.grad for p in model.parameters()], attributes(model)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        torch.compile(model, backend="eager")(x).sum().backward()
-    assert_bit_equal([p.grad for p in model.parameters()], expected)
+        expected = run(seeded(MODELS[name]))
+        torch.compiler.reset()
+        model = seeded(MODELS[name])
+        Recomputation.put_on(model)
+        assert_bit_equal(run(model), expected)
+
+
+class Stashing(nn.Module):
+    """Keeps a large tensor of its forward, with its graph, that nothing else holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        self.attention = y.repeat(1, 4000)
+        return y
+
+
+def test_a_large_stash_that_only_the_block_holds_survives_the_second_computation():
+    model = Stack(*[Stashing() for _ in range(2)])
+    Recomputation.put_on(model)
+    for _ in range(2):
+        out = model(torch.randn(6, WIDTH))
+        before = [id(block.attention) for block in model.blocks]
+        out.sum().backward(retain_graph=True)
+        assert [id(block.attention) for block in model.blocks] == before
+        model.zero_grad()
+        model.blocks[0].attention.sum().backward()
+        assert model.blocks[0].linear.weight.grad is not None
+
+
+class Aliased(nn.Module):
+    """One buffer in two modules and one input under two names, each written under one and read under the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(1))
+        self.linear.register_buffer("same", self.seen)
+
+    def forward(self, x, again):
+        self.seen += 1
+        x.mul_(0.5)
+        return torch.tanh(self.linear(again)) * torch.exp(-self.linear.same.clone() * x)
+
+
+class AliasedStack(Stack):
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x * 1
+            x = block(x, x)
+        return x
+
+
+def test_tensors_under_two_names_stay_one_in_the_second_computation():
+    expected = observe(seeded(lambda: AliasedStack(Aliased(), Aliased())))
+    model = seeded(lambda: AliasedStack(Aliased(), Aliased()))
+    Recomputation.put_on(model)
+    assert_bit_equal(observe(model), expected)
+
+
+def test_an_input_that_was_written_into_later_is_freed_with_its_forward():
+    model = nn.ModuleList([Residual(), Residual()])
+    Recomputation.put_on(model)
+    for _ in range(2):
+        x = torch.randn(6, WIDTH, requires_grad=True) * 1
+        x.add_(model[0](x))
+        watch = weakref.ref(x.untyped_storage())
+        del x
+        gc.collect()
+        assert watch() is None
 
 
 # Which blocks

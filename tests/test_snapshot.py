@@ -18,7 +18,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_trainer.snapshot import AttributeSnapshot, HostStreams, ModuleSnapshot, RandomStreams
+from adaptive_trainer.snapshot import AttributeSnapshot, ModuleSnapshot
+from adaptive_trainer.streams import HostStreams, RandomStreams
 
 CPU = torch.device("cpu")
 LARGE = 40_000  # float32 elements, more than 64 KiB
@@ -496,9 +497,35 @@ def test_host_streams_are_equal_until_one_is_drawn_from(move):
 
 def test_numpy_is_not_imported_for_it():
     code = (
-        "import sys, torch; from adaptive_trainer.snapshot import RandomStreams;"
+        "import sys, torch; from adaptive_trainer.streams import RandomStreams;"
         "loaded = 'numpy.random' in sys.modules; s = RandomStreams.take(torch.device('cpu')); s.restore();"
         "print(loaded or 'numpy.random' not in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 3, 623, 624, 625, 1248])
+@pytest.mark.parametrize("draw", ["random", "standard_normal"])
+def test_numpys_stream_is_read_right_although_numpy_is_not_always_asked(draw, draws):
+    numpy_random = np.random
+    numpy_random.seed(5)
+    getattr(numpy_random, draw)()
+    for _ in range(3):
+        HostStreams.take()
+        for _ in range(draws):
+            getattr(numpy_random, draw)()
+        streams, asked = HostStreams.take(), numpy_random.get_state(legacy=False)
+        assert streams.numpy["has_gauss"] == asked["has_gauss"]
+        assert streams.numpy["gauss"] == asked["gauss"]
+        assert streams.numpy["state"]["pos"] == asked["state"]["pos"]
+        assert streams.numpy["state"]["key"].tolist() == asked["state"]["key"].tolist()
+
+
+def test_a_kept_half_of_a_normal_pair_that_is_used_up_is_noticed():
+    numpy_random = np.random
+    numpy_random.seed(5)
+    numpy_random.standard_normal()
+    HostStreams.take()
+    numpy_random.standard_normal()
+    assert HostStreams.take().numpy["has_gauss"] == 0

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from adaptive_trainer import precision, recompute
@@ -43,13 +43,13 @@ class NativeEngine:
         self._objective = task.objective
         self._optimizer: Optimizer = state.optimizer
         self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        # What the optimizer was not given gets gradients all the same, and they are part of what an attempt leaves.
+        self._with_gradients = list(dict.fromkeys([*self._parameters, *self.model.parameters()]))
         self._precision = precision.of(build.precision, task.device)
         self._precision.load(state.scaler)
         self._count = task.objective.counter(self.model)
         self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
-        loss = task.objective.loss
-        roots = [self.model, loss] if isinstance(loss, nn.Module) else [self.model]
-        self._rewind = Rewind(roots, self.model.parameters(), task.device)
+        self._rewind = Rewind([self.model, *task.objective.modules], self.model.parameters(), task.device)
         # The first time makes room for the copies, so it belongs to the build, which may run out of memory.
         with nullcontext() if task.budget is None else task.budget.paused():
             self._rewind.take()
@@ -89,7 +89,7 @@ class NativeEngine:
                 moved = self._closure or self._precision.step(
                     self._optimizer, self._parameters, self._task.max_grad_norm, computed.loss
                 )
-            self._optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
             loss = computed.loss.item()
             if moved:
                 self._schedule(loss)
@@ -100,7 +100,7 @@ class NativeEngine:
 
     def discard(self) -> bool:
         """Go back to the state that `prepare` remembered. Returns whether that could be done."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self._precision.reset()
         if self._copy is not None:
             self._copy.restore()
@@ -189,7 +189,7 @@ class NativeEngine:
         """The whole step of such an optimizer; `discard` undoes it from the copy that `prepare` made."""
 
         def closure() -> Tensor:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
             with torch.enable_grad():
                 loss = self._gradients(batch, sizes)
             precision.clip(self._parameters, self._task.max_grad_norm)
@@ -210,6 +210,10 @@ class NativeEngine:
             scheduler.step(loss)
         elif scheduler is not None:
             scheduler.step()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._with_gradients:
+            parameter.grad = None
 
     def _enter(self, *_: object) -> None:
         """The optimizer has begun to move, and may have moved something by the time it fails."""
@@ -252,4 +256,4 @@ class NativeEngine:
         if self._recomputation is not None:
             self._recomputation.take_off()
         self._entering.remove()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()

@@ -109,7 +109,9 @@ def test_case_076_batch_norm_statistics_move_once_a_step(momentum):
     assert [block[1].num_batches_tracked.item() for block in model.blocks] == [4, 4]
 
 
-@pytest.mark.parametrize("make", [frozen_first, lambda: Stack(LowRank(), LowRank(), embedding=frozen(nn.Embedding(VOCABULARY, 8)))])
+@pytest.mark.parametrize(
+    "make", [frozen_first, lambda: Stack(LowRank(), LowRank(), embedding=frozen(nn.Embedding(VOCABULARY, 8)))]
+)
 def test_case_079_behind_frozen_parts_every_trainable_parameter_is_trained(make):
     torch.manual_seed(1)
     before = make().state_dict()
@@ -167,7 +169,9 @@ def test_case_087_no_rung_warns(kind):
 
 def test_case_087_a_hugging_face_models_own_switch_does_not_warn():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     torch.manual_seed(1)
     model = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(16, (4, 8))

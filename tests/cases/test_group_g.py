@@ -9,8 +9,13 @@ from torch.nn import functional
 
 from adaptive_trainer import AdaptiveTrainer, LadderExhausted, OutOfMemory, Plan, memory
 from adaptive_trainer.testing import inject_oom
-from tests.cases.hooks import OOM, At, at_backward, at_forward, regression, rungs
+from tests.cases.hooks import OOM, at_backward, at_forward, regression, rungs
 from tests.zoo import ZOO, decay, loss, same, state_of
+
+
+def small_loss(output, targets):
+    """So small that no gradient overflows fp16, however far the scale grows here."""
+    return functional.mse_loss(output, targets) / 1024
 
 
 def trainer_of(model=None, **rest):
@@ -19,7 +24,7 @@ def trainer_of(model=None, **rest):
         torch.randn(64, 8, generator=generator), torch.randn(64, 1, generator=generator)
     )
     arguments = {
-        "loss": functional.mse_loss, "batch_size": 8, "scheduler": decay, "progress": False,
+        "loss": small_loss, "batch_size": 8, "scheduler": decay, "progress": False,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     } | rest  # fmt: skip
     return AdaptiveTrainer(regression() if model is None else model, data, **arguments)
@@ -50,19 +55,18 @@ def test_case_088_a_rollback_gives_the_scaler_back(phase):
 
 @pytest.mark.usefixtures("grows_every_two_steps")
 def test_case_088_another_engine_and_another_fit_go_on_with_the_same_scaler():
-    """Four good steps, then a rebuild, then the end of a fit: 131072 and not a fresh 65536."""
+    """A rebuild at the second step and the end of a fit after the third: 131072 and not a fresh 65536."""
     kind = ZOO["mlp"]
     once, twice = (
         AdaptiveTrainer(kind.make(), kind.data(40), loss=loss, batch_size=8, steps=steps, plan=Plan(precision="fp16"), ladder=["gradient_checkpointing"], progress=False)
-        for steps in (5, 3)
+        for steps in (6, 3)
     )  # fmt: skip
     once.fit()
     with inject_oom(step=2):
         assert twice.fit().plan == Plan(precision="fp16", gradient_checkpointing=True)
     assert scaler_of(twice)["scale"] == 131072
     assert scaler_of(twice)["_growth_tracker"] == 1
-    twice._goal = once._goal.after(-3, 0)
-    twice.fit()
+    assert twice.fit().steps == 6
     assert same(scaler_of(twice), scaler_of(once)) is None
     assert same(state_of(twice)["model"], state_of(once)["model"]) is None
 
@@ -152,32 +156,3 @@ def test_case_094_an_optimizer_that_no_scaler_can_follow_skips_the_rung_with_the
     with inject_oom(), pytest.raises(LadderExhausted) as caught:
         trainer.fit()
     assert "LBFGS" in caught.value.skipped["amp"]
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_case_094_the_device_is_asked_whether_it_computes_in_bf16_itself(monkeypatch, supported):
-    """Emulated bf16 of older GPUs is slow and does not count."""
-    asked = At()
-
-    class Module:
-        device = partial(torch.device.__class__.__call__, None)
-
-        @staticmethod
-        def is_bf16_supported(*, including_emulation=True):
-            asked()
-            return True if including_emulation else supported
-
-    class Current:
-        def __init__(self, _device):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-    Module.device = Current
-    monkeypatch.setattr(torch, "get_device_module", lambda _device: Module)
-    assert memory.bf16_supported(torch.device("cuda", 0)) is supported
-    assert asked.passed == 1
