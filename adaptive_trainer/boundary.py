@@ -62,16 +62,14 @@ class Boundary:
     """``with Boundary(track, answerable) as boundary: ...``; afterwards ``boundary.failure`` is None or what failed.
 
     Args:
-        track: Tells the phase.
+        track: Tells the phase, and a hint for the notes of what passes through: the one thing that is added to it.
         answerable: Whether a failure has an answer; what has none passes through untouched.
-        hint: A sentence for the notes of what passes through; it is added, nothing else is changed.
     """
 
-    def __init__(self, track: Track, answerable: Callable[[Failure], bool], hint: str | None = None) -> None:
+    def __init__(self, track: Track, answerable: Callable[[Failure], bool]) -> None:
         self.failure: Failure | None = None
         self._track = track
         self._answerable = answerable
-        self._hint = hint
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +83,8 @@ class Boundary:
         if (failure.is_memory or failure.refused is not None) and self._answerable(failure):
             self.failure = failure
             return True
-        if self._hint is not None:
-            error.add_note(self._hint)
+        if self._track.hint is not None:
+            error.add_note(self._track.hint)
         return False
 
     @property

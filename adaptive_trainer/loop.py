@@ -180,7 +180,7 @@ class Loop:
             outcome = attempt(self.open(), self._batch, cuts)
             if not isinstance(outcome, Failure):
                 self.walk.passed(cuts)
-                self._batch = None
+                self._batch = self.track.hint = None
                 return outcome
             self._answer(outcome)
 
@@ -213,6 +213,9 @@ class Loop:
             self.walk.take_back(failure.refused, failure.text, around, step=step, rank=rank)
         else:
             make_room(self.walk.fall(failure, around, step=step, rank=rank), self.walk, self.task)
+        self.track.hint = (
+            f"before this, step {step + 1} had met: {failure.recognition.type_name}: {failure.recognition.message}"
+        )
         if self.engine is not None and self.engine.build != self.walk.now.build:
             self._rebuild().prepare()
 

@@ -66,12 +66,14 @@ class Track:
         step: Optimizer steps completed.
         rank: This process.
         phase: The phase entered last; it stays after a failure, until the next entry.
+        hint: What somebody should know who meets an exception now, None for nothing.
     """
 
     def __init__(self, *, rank: int = 0, guards: Sequence[Guard] = ()) -> None:
         self.step = 0
         self.rank = rank
         self.phase = Phase.LOAD
+        self.hint: str | None = None
         self.guards = tuple(guards)
 
     @contextmanager

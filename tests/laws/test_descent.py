@@ -110,3 +110,26 @@ def test_a_failure_in_evaluation_halves_the_evaluation_alone():
     assert result.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5)
     for name, value in disturbed.model.state_dict().items():
         assert torch.equal(value, plain.model.state_dict()[name])
+
+
+def test_case_019_an_error_after_an_out_of_memory_passes_through_and_names_both():
+    """A device that is lost after an out-of-memory ends the run: the same object, with a note of what came before."""
+    lost = RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)")
+    raised = iter([torch.OutOfMemoryError("XPU out of memory. Tried to allocate 512.00 MiB."), lost])
+
+    def step(model, batch):
+        raise next(raised)
+
+    with pytest.raises(RuntimeError) as caught:
+        trainer_of(loss=None, step=step).fit()
+    assert caught.value is lost
+    assert "512.00 MiB" in lost.__notes__[0]
+
+
+def test_an_error_that_nothing_came_before_gets_no_note():
+    def step(model, batch):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError) as caught:
+        trainer_of(loss=None, step=step).fit()
+    assert not hasattr(caught.value, "__notes__")
