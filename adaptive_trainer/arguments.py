@@ -170,6 +170,10 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
     splits = isinstance(micro_batch, int) and isinstance(batch_size, int) and micro_batch < batch_size
     table = (
         ({"loss", "step"} <= has, "step: it replaces the loss; give step or loss, not both"),
+        (
+            "step" in has and bool(values.get("metrics")),
+            "metrics: they look at output and targets, which step keeps to itself; give loss instead, or drop metrics",
+        ),
         ("eval_steps" in has and "eval_data" not in has, "eval_steps: nothing is evaluated without eval_data; give it"),
         (
             values.get("resume") == "must" and "run_dir" not in has,

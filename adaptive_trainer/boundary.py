@@ -8,6 +8,8 @@ leaves a `Failure` of plain values, and lets everything else pass through as the
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 #: By what a rung is refused: type and words of the exception. The first pattern is wide on purpose: it is only asked
 #: while autocast is on by our own doing, and a fault of the user's shows again once it is off.
 _REFUSALS = {
-    "amp": re.compile(r"autocast|\bhalf\b|b?float16|\bdtypes?\b|scalar ?type", re.IGNORECASE),
+    "amp": re.compile(
+        r"autocast|\bhalf(?:tensor)?\b|b?float16|\b(?:float|fp)32\b|\bdtypes?\b|scalar ?type", re.IGNORECASE
+    ),
     "gradient_checkpointing": re.compile(r"^torch\.utils\.checkpoint"),
 }
 
@@ -53,9 +57,14 @@ class Failure:
     def fresh(self) -> BaseException:
         """A new exception of the same type and text, without the old one's frames.
 
-        Made without calling ``__init__``, which may want arguments that nobody has any more.
+        Made without calling the class's own ``__init__``, which may want arguments that nobody has any more.
         """
-        return self.exception_type.__new__(self.exception_type, self.text)
+        try:
+            made = self.exception_type.__new__(self.exception_type, self.text)
+        except TypeError:  # a group's ``__new__`` wants its members, which are dead
+            return RuntimeError(f"{self.exception_type.__name__}: {self.recognition.message}")
+        BaseException.__init__(made, self.text)  # the text again, because ``MemoryError.__new__`` drops it
+        return made
 
 
 class Boundary:
@@ -70,18 +79,23 @@ class Boundary:
         self.failure: Failure | None = None
         self._track = track
         self._answerable = answerable
+        self._handled: BaseException | None = None
 
     def __enter__(self) -> Self:
+        # Somebody who trains again in the handler of an out-of-memory has it as the context of all that is raised here.
+        self._handled = sys.exception()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> bool:
+        handled, self._handled = self._handled, None
         if kind is None or error is None or not isinstance(error, Exception):
             return False
-        failure = _failure_of(error, self._track.phase)
+        failure = _failure_of(error, handled, self._track.phase)
         if (failure.is_memory or failure.refused is not None) and self._answerable(failure):
             self.failure = failure
+            _let_go(error, handled)
             return True
         if self._track.hint is not None:
             error.add_note(self._track.hint)
@@ -94,10 +108,32 @@ class Boundary:
         return self.failure
 
 
-def _failure_of(error: Exception, phase: Phase) -> Failure:
-    recognition = recognise(error)
+def _let_go(error: BaseException, handled: BaseException | None) -> None:
+    """Clear the frames of the failed attempt, which has ended, in all of the exception's chain.
+
+    Somebody else may keep the exception, such as a log or an error tracker; it then keeps its lines, but no tensors.
+    """
+    waiting, seen = [error], {id(handled)}
+    while waiting:
+        current = waiting.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            members = current.exceptions if isinstance(current, BaseExceptionGroup) else ()
+            chain = (current.__cause__, current.__context__, *members)
+            waiting.extend(entry for entry in chain if entry is not None)
+
+
+def _asserted(error: Exception) -> str:
+    """The source line of an assertion, which is all that it says where it has no words."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, AssertionError) else []
+    return (frames[-1].line or "") if frames else ""
+
+
+def _failure_of(error: Exception, handled: BaseException | None, phase: Phase) -> Failure:
+    recognition = recognise(error, handled)
     text = " ".join(entry for entry in error.args if isinstance(entry, str))
-    words = f"{type(error).__module__}.{type(error).__qualname__}: {text}"
+    words = f"{type(error).__module__}.{type(error).__qualname__}: {text or _asserted(error)}"
     refused = None
     if recognition.verdict is Verdict.NOT_OOM:
         refused = next((rung for rung, pattern in _REFUSALS.items() if pattern.search(words)), None)

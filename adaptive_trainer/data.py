@@ -112,12 +112,14 @@ class Source:
         self.loader = DataLoader(data, batch_sampler=self._order, **options)
 
     @classmethod
-    def for_evaluation(cls, data: Any, **options: Any) -> Source:
+    def for_evaluation(cls, data: Any, *, beside: Any = None, **options: Any) -> Source:
         """The batches of an evaluation set, in its own order.
 
-        A batch size that belongs to the training data is only used where the evaluation data need one.
+        A batch size that belongs to the training data is only used where the evaluation data need one: a data set
+        does, and a list where the training data, ``beside``, are a list of samples too.
         """
-        if isinstance(data, DataLoader) or not _holds_samples(data, None):
+        as_samples = None if isinstance(beside, Dataset | DataLoader) else options.get("batch_size")
+        if isinstance(data, DataLoader) or not _holds_samples(data, as_samples):
             options["batch_size"] = None
         elif options.get("batch_size") is None:
             options["batch_size"] = 1
@@ -154,11 +156,6 @@ class Source:
     def in_epoch(self) -> bool:
         """Whether an epoch was begun that has batches left, or may have."""
         return self._iterator is not None
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a second epoch sees data again: an iterator that is its own is used up after the first."""
-        return not isinstance(self._data, Iterator)
 
     def begin_epoch(self, epoch: int) -> None:
         """Start epoch ``epoch``, counted from 0. Tells it to whatever of the user's wants to know."""

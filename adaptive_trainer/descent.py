@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from adaptive_trainer.diagnosis import Symptoms, diagnose
+from adaptive_trainer.diagnosis import ADVICE, Symptoms, diagnose
 from adaptive_trainer.errors import LadderExhausted
 from adaptive_trainer.events import Fallback, Fidelity, OutOfMemory
 from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Traits, decide
@@ -37,11 +37,13 @@ class Load:
         num_rows: Its samples on this process; None where nothing counts them.
         num_elements: Elements of all its tensors.
         shapes: Of its tensors, by their place.
+        held_bytes: What tensors held before it came; None where nobody counts.
     """
 
     num_rows: int | None = None
     num_elements: int = 0
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    held_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,13 @@ class Descent:
         """The plan of the next attempt."""
         return self._step_plan or self.plan
 
+    def follow(self, other: Plan) -> None:
+        """Go on under another walk's plan, with the micro-batch and without the rungs that this one has come to."""
+        plan = replace(other, micro_batch=self.plan.micro_batch)
+        for rung in self.undone:
+            plan = self._without(rung, plan)
+        self.plan = plan
+
     def face(self, load: Load) -> None:
         """A new batch comes, and the ladder is whole again for it."""
         self.load = load
@@ -123,18 +132,27 @@ class Descent:
         """Whether the ladder has an answer to a failure; asked while the exception is still in flight."""
         if not self.ladder:
             return False
-        if failure.refused is not None:
-            return self.switched_on(failure.refused)
-        if failure.recognition.verdict is Verdict.SUSPECTED:
-            return not self._suspected_once and isinstance(
-                decide(self.ladder, self._situation(self._event(failure, Surroundings()), self._traits(), failure)),
-                Descend,
-            )
-        return True
+        return (failure.refused is None and self._may_be_smaller(failure)) or self.blames(failure) is not None
+
+    def blames(self, failure: Failure) -> str | None:
+        """The rung that a failure speaks against, if it was this walk that took it; that is then taken back."""
+        rung = failure.refused
+        if rung is None and not self._may_be_smaller(failure):
+            # What only may be memory and did not go away with a smaller piece may come from a kernel that there is in
+            # fp32 alone: libraries say "not supported" and "could not create a primitive" then.
+            rung = "amp"
+        return rung if rung is not None and self.switched_on(rung) else None
+
+    def _may_be_smaller(self, failure: Failure) -> bool:
+        """False for what only may be memory, once a smaller piece was tried or where there is none."""
+        if failure.recognition.verdict is not Verdict.SUSPECTED:
+            return True
+        situation = self._situation(self._event(failure, Surroundings()), self._traits(), failure)
+        return not self._suspected_once and isinstance(decide(self.ladder, situation), Descend)
 
     def switched_on(self, rung: str) -> bool:
         """Whether it was this walk that took a rung, and may take it back."""
-        return self._without(rung) != self.now
+        return self._without(rung, self.now) != self.now
 
     def fall(self, failure: Failure, around: Surroundings, *, step: int, rank: int = 0) -> Descend:
         """Record a failure and go one rung down.
@@ -162,9 +180,11 @@ class Descent:
         Raises:
             LadderExhausted: No other rung is left.
         """
-        old, new = self.now, self._without(rung)
+        old = self.now
         self.undone.add(rung)
-        self._step_plan, self.plan = None, new
+        self.plan = self._without(rung, self.plan)
+        self._step_plan = None if self._step_plan is None else self._without(rung, self._step_plan)
+        new = self.now
         self._note(
             Fallback(
                 step=step,
@@ -174,6 +194,7 @@ class Descent:
                 new=new,
                 fidelity=Fidelity.CHANGED,
                 reason=reason,
+                scope=self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
             )
@@ -207,7 +228,7 @@ class Descent:
                 new=new,
                 fidelity=decision.fidelity,
                 skipped=dict(decision.skipped),
-                reason=f"frees {decision.rung.gives}",
+                reason="; ".join((f"frees {decision.rung.gives}", *_advice(event))),
                 scope="step" if alone else self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
@@ -222,7 +243,8 @@ class Descent:
         reasons = "\n".join(f"  {rung}: {reason}" for rung, reason in skipped.items())
         raise LadderExhausted(
             f"out of memory in {where}{asked} under the plan: {event.plan}. No rung is left:\n{reasons}\n"
-            "Give more memory (memory_limit, another device), a smaller model, or a ladder with more rungs.",
+            + "".join(f"{advice[0].upper()}{advice[1:]}.\n" for advice in _advice(event))
+            + "Give more memory (memory_limit, another device), a smaller model, or a ladder with more rungs.",
             self.trail,
             dict(skipped),
         ) from self._first.fresh()
@@ -247,14 +269,16 @@ class Descent:
     def _event(self, failure: Failure, around: Surroundings) -> OutOfMemory:
         recognition, numbers = failure.recognition, failure.recognition.numbers
         suspected = recognition.verdict is Verdict.SUSPECTED
+        total_bytes = around.total_bytes if numbers.total_bytes is None else numbers.total_bytes
         cause = diagnose(
             Symptoms(
                 phase=failure.phase,
-                numbers=numbers,
+                numbers=replace(numbers, total_bytes=total_bytes),
                 host=recognition.host and not around.host_is_device,
                 suspected=suspected,
                 num_elements=_largest_piece(self.now, self.load),
                 usual_elements=self._usual_elements(),
+                held_bytes=self._held_bytes(),
             )
         )
         return OutOfMemory(
@@ -266,12 +290,15 @@ class Descent:
             allocated_bytes=numbers.allocated_bytes,
             reserved_bytes=numbers.reserved_bytes,
             free_bytes=numbers.free_bytes,
-            total_bytes=around.total_bytes if numbers.total_bytes is None else numbers.total_bytes,
+            total_bytes=total_bytes,
             other_processes_bytes=numbers.other_processes_bytes,
             plan=self.now,
             input_shapes=dict(self.load.shapes),
             num_rows=self.load.num_rows,
         )
+
+    def _held_bytes(self) -> tuple[int, ...]:
+        return tuple(load.held_bytes for load in (*self._usual, self.load) if load.held_bytes is not None)
 
     def _usual_elements(self) -> float | None:
         """What the largest micro-batch of a usual batch would have under the present plan."""
@@ -281,11 +308,15 @@ class Descent:
         self.trail.append(event)
         self._record(event)
 
-    def _without(self, rung: str) -> Plan:
-        """The present plan without what a rung has switched on since the start."""
+    def _without(self, rung: str, plan: Plan) -> Plan:
+        """A plan without what a rung has switched on since the start."""
         if rung == "amp":
-            return replace(self.now, precision=self.start.precision)
-        return replace(self.now, gradient_checkpointing=self.start.gradient_checkpointing)
+            return replace(plan, precision=self.start.precision)
+        return replace(plan, gradient_checkpointing=self.start.gradient_checkpointing)
+
+
+def _advice(event: OutOfMemory) -> tuple[str, ...]:
+    return (ADVICE[event.cause],) if event.cause in ADVICE else ()
 
 
 def _largest_piece(plan: Plan, load: Load) -> float:

@@ -5,7 +5,9 @@ The rules are tried from the top; the first that holds names the cause.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from adaptive_trainer.events import Cause
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 
 #: A batch that is so many times the usual one is long: below it, halving for good is the better answer.
 LONG = 1.5
+#: Steps in a row that each left more held than there was, for a leak; and the part of the device that they must take.
+_LEAKING_STEPS, _LEAKED_SHARE = 5, 20
+
+#: What only the user can do about a cause.
+ADVICE = {
+    Cause.LEAK: (
+        "what tensors hold between steps has grown with every step, so something keeps them: keep loss.item() or "
+        "output.detach().cpu(), not the tensors with their graphs"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +43,7 @@ class Symptoms:
         suspected: It only may have been memory.
         num_elements: Tensor elements of the failed batch's largest micro-batch.
         usual_elements: The median of the batches before it, cut under the same plan; None for the first ones.
+        held_bytes: What tensors held when each of the last steps began, the failed one last.
     """
 
     phase: Phase
@@ -39,6 +52,7 @@ class Symptoms:
     suspected: bool = False
     num_elements: float = 0.0
     usual_elements: float | None = None
+    held_bytes: tuple[int, ...] = ()
 
 
 def _held_by_others(seen: Symptoms) -> bool:
@@ -54,6 +68,16 @@ def _fragmented(seen: Symptoms) -> bool:
     return reserved - allocated >= max(asked, reserved // 4)
 
 
+def _leaking(seen: Symptoms) -> bool:
+    """What is held between steps has grown in each of the last ones, and not only by a trifle."""
+    growth = [after - before for before, after in pairwise(seen.held_bytes)]
+    growth = list(takewhile(lambda num_bytes: num_bytes > 0, reversed(growth)))
+    if len(growth) < _LEAKING_STEPS or seen.numbers.total_bytes is None:
+        return False
+    # The median, because the optimizer's state comes once and is no leak.
+    return statistics.median(growth) * len(growth) >= seen.numbers.total_bytes / _LEAKED_SHARE
+
+
 def _long(seen: Symptoms) -> bool:
     in_pieces = seen.phase in {Phase.DATA, Phase.FORWARD, Phase.BACKWARD}
     return in_pieces and seen.usual_elements is not None and seen.num_elements > LONG * seen.usual_elements
@@ -64,6 +88,7 @@ _RULES: tuple[tuple[Cause, Callable[[Symptoms], bool]], ...] = (
     (Cause.HOST_MEMORY, lambda seen: seen.host),
     (Cause.OTHER_PROCESS, _held_by_others),
     (Cause.FRAGMENTATION, _fragmented),
+    (Cause.LEAK, _leaking),
     (Cause.OPTIMIZER_STEP, lambda seen: seen.phase is Phase.OPTIMIZER),
     (Cause.MODEL_STATE, lambda seen: seen.phase in {Phase.LOAD, Phase.BUILD}),
     (Cause.LONG_BATCH, _long),

@@ -11,7 +11,8 @@ from adaptive_trainer.descent import Descent
 from adaptive_trainer.engines.base import Evaluated
 from adaptive_trainer.errors import DataError
 from adaptive_trainer.events import Evaluate
-from adaptive_trainer.ladder import Ladder
+from adaptive_trainer.ladder import Ladder, Rung, Situation, Skip
+from adaptive_trainer.plan import Plan
 from adaptive_trainer.streams import RandomStreams
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class Evaluation:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        rungs = tuple(rung for rung in loop.descent.ladder if rung.name in {"empty_cache", "halve_batch"})
-        ladder = Ladder(rungs, fixed=True)
+        ladder = Ladder(tuple(_keeping_the_build(rung) for rung in loop.descent.ladder), fixed=True)
         self._walk = Descent(ladder, loop.descent.start, loop.record, traits=loop.traits, scope="evaluation")
 
     def run(self, source: Source) -> Evaluate:
@@ -47,8 +47,8 @@ class Evaluation:
         started = time.perf_counter()
         loop, found, batches = self._loop, Evaluated(), 0
         engine = loop.open()
-        # The build is the training's; only the micro-batch is the evaluation's own.
-        self._walk.plan = replace(loop.descent.plan, micro_batch=self._walk.plan.micro_batch)
+        # The build is the training's; the evaluation's own is the micro-batch, and what it had to take back.
+        self._walk.follow(loop.descent.plan)
         with _undisturbed(engine.model, loop.task.device), loop.walking(self._walk):
             source.begin_epoch(0)
             while (fetched := source.next()) is not None:
@@ -62,6 +62,17 @@ class Evaluation:
             metrics=_metrics(found, sums=loop.task.objective.sums),
             seconds=time.perf_counter() - started,
         )
+
+
+def _keeping_the_build(rung: Rung) -> Rung:
+    """The same rung, as far as it leaves the build alone: that is the training's."""
+
+    def step(plan: Plan, situation: Situation) -> Plan | Skip:
+        found = rung.step(plan, situation)
+        other = isinstance(found, Plan) and found.build != plan.build
+        return Skip("an evaluation runs under the training's build") if other else found
+
+    return replace(rung, step=step)
 
 
 @contextmanager
@@ -80,6 +91,5 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _metrics(found: Evaluated, *, sums: bool) -> dict[str, float]:
     """Means over all items; a loss that is a sum stays one."""
-    items = found.weight or 1.0
-    loss = found.loss if sums else found.loss / items
-    return {"loss": loss, **{name: total / items for name, total in found.metrics.items()}}
+    loss = found.loss if sums else found.loss / (found.weight or 1.0)
+    return {"loss": loss, **{name: total / found.num_items for name, total in found.metrics.items()}}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.events import Event, Fallback, OutOfMemory, Step
+from adaptive_trainer.phases import Phase
 from adaptive_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def describe(event: Event, cause: OutOfMemory | None = None) -> str:
     if isinstance(event, Fallback):
         return _describe_fallback(event, cause)
     if isinstance(event, OutOfMemory):
-        return f"step {event.step + 1}: {_described_failure(event)}"
+        return f"{_place(event, evaluating=event.phase == Phase.EVALUATE)}: {_described_failure(event)}"
     known = {key: getattr(event, key) for key in event.as_dict() if key not in ("event", "step", "time", "rank")}
     words = [f"{key.replace('_', ' ')} {_said(key, value)}" for key, value in known.items() if value is not None]
     return f"step {event.step}: {event.event}: {'; '.join(words)}"
@@ -175,7 +176,13 @@ def _describe_fallback(event: Fallback, cause: OutOfMemory | None) -> str:
     change = "the same plan again" if old == new else f"{old} -> {new}"
     scope = {"run": "", "step": " for this step alone", "evaluation": " for evaluations"}[event.scope]
     reason = f"; {event.reason}" if event.reason else ""
-    return f"step {event.step + 1}: {where}{event.rung}, {change}{scope} [fidelity {event.fidelity}{reason}]"
+    place = _place(event, evaluating=event.scope == "evaluation")
+    return f"{place}: {where}{event.rung}, {change}{scope} [fidelity {event.fidelity}{reason}]"
+
+
+def _place(event: Event, *, evaluating: bool) -> str:
+    """A step that is being attempted is the next one; an evaluation comes after those that are done."""
+    return f"after step {event.step}" if evaluating else f"step {event.step + 1}"
 
 
 def _described_failure(event: OutOfMemory) -> str:

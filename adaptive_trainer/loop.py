@@ -84,8 +84,17 @@ class Loop:
 
     # Coming and going.
 
+    def begin(self) -> None:
+        """Load the model, and put it into training mode if its root is in evaluation mode, as loaded models arrive."""
+        if self.state is None:
+            self.state = TrainState(model=self._load())
+        if not self.state.model.training:
+            self.state.model.train()
+
     def open(self) -> Engine:
-        """Load the model and build the engine, down the ladder if need be."""
+        """Load the model and build the engine for the walk under way, down the ladder if need be."""
+        if self.engine is not None and self.engine.build != self.walk.now.build:
+            return self._rebuild()
         if self.engine is None:
             if self.state is None:
                 self.state = TrainState(model=self._load())
@@ -107,7 +116,7 @@ class Loop:
                 if not isinstance(model, nn.Module):
                     with self.track.enter(Phase.LOAD):
                         model = model()
-                return _trainable(model)
+                return _module(model)
             self._answer(boundary.failed)
 
     def _build(self, state: TrainState) -> Engine:
@@ -125,7 +134,6 @@ class Loop:
 
         Raises:
             LadderExhausted: Memory does not suffice under any plan that the ladder allows.
-            NonFiniteError: Too many steps in a row were skipped.
         """
         started = time.perf_counter()
         engine = self._face(fetched)
@@ -133,7 +141,7 @@ class Loop:
         engine.prepare()
         committed = self._insist(_attempted)
         self.track.step += committed.moved
-        event = Step(
+        return Step(
             step=self.track.step,
             rank=self.ranks.rank,
             loss=committed.loss,
@@ -143,8 +151,6 @@ class Loop:
             peak_bytes=memory.peak_bytes(self.task.device, self.task.budget),
             skipped=not committed.moved,
         )
-        self._count_skips(committed)
-        return event
 
     def evaluate(self, fetched: Fetched) -> Evaluated:
         """Measure one batch; nothing moves.
@@ -169,8 +175,8 @@ class Loop:
         engine = self.open()
         self._batch = fetched.batch
         rows = length(fetched.batch, fetched.expected)
-        self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch)))
         self._mark = memory.allocated_bytes(self.task.device, self.task.budget)
+        self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch), held_bytes=self._mark))
         return engine
 
     def _insist(self, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:
@@ -184,15 +190,21 @@ class Loop:
                 return outcome
             self._answer(outcome)
 
-    def _count_skips(self, committed: Committed) -> None:
-        self._skipped_in_a_row = 0 if committed.moved else self._skipped_in_a_row + 1
+    def count_skips(self, event: Step) -> None:
+        """Take amp back when too many steps in a row were skipped; ``event`` is the last one, and is told already.
+
+        Raises:
+            NonFiniteError: It was not the ladder that had switched amp on.
+            LadderExhausted: No other rung is left.
+        """
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if event.skipped else 0
         if self._skipped_in_a_row < MAX_SKIPPED:
             return
         plan, self._skipped_in_a_row = self.descent.now, 0
         reason = f"{MAX_SKIPPED} steps in a row were not finite under {plan.precision}, so nothing was trained"
         if not self.descent.switched_on("amp"):
             raise NonFiniteError(
-                f"{reason}; the loss of the last one was {committed.loss}. Give plan=Plan(precision='fp32'), "
+                f"{reason}; the loss of the last one was {event.loss}. Give plan=Plan(precision='fp32'), "
                 "a smaller learning rate or max_grad_norm=1.0"
             )
         self.descent.take_back("amp", reason, self._surroundings(), step=self.track.step, rank=self.ranks.rank)
@@ -206,23 +218,25 @@ class Loop:
 
     def _answer(self, failure: Failure) -> None:
         """Clean up after a failed attempt, record it, and go one rung down (or raise `LadderExhausted`)."""
-        around = self._clean_up()
-        self.walk.load = replace(self.walk.load, shapes=shapes(self._batch))
         step, rank = self.track.step, self.ranks.rank
-        if failure.refused is not None:
-            self.walk.take_back(failure.refused, failure.text, around, step=step, rank=rank)
-        else:
-            make_room(self.walk.fall(failure, around, step=step, rank=rank), self.walk, self.task)
         self.track.hint = (
             f"before this, step {step + 1} had met: {failure.recognition.type_name}: {failure.recognition.message}"
         )
+        with Boundary(self.track, lambda _failure: False):  # a device that is lost may be noticed here first
+            around = self._clean_up()
+        self.walk.load = replace(self.walk.load, shapes=shapes(self._batch))
+        blamed = self.walk.blames(failure)
+        if blamed is not None:
+            self.walk.take_back(blamed, failure.text, around, step=step, rank=rank)
+        else:
+            make_room(self.walk.fall(failure, around, step=step, rank=rank), self.walk, self.task)
         if self.engine is not None and self.engine.build != self.walk.now.build:
             self._rebuild().prepare()
 
     def _clean_up(self) -> Surroundings:
         """Put back what the attempt has changed, give back what it held, and measure that."""
         self._traits = self.traits()
-        undoable = self.engine is None or self.engine.discard()
+        undoable = self.engine is None or memory.forgiving(self.engine.discard)
         memory.release(self.task.device)
         return self._surroundings(undoable=undoable)
 
@@ -278,15 +292,15 @@ def make_room(decision: Descend, descent: Descent, task: Task) -> None:
         time.sleep(WAIT_SECONDS)
 
 
-def _trainable(model: Any) -> nn.Module:
-    """The module, in training mode if all of it was in evaluation mode, as loaded models arrive.
+def _module(model: Any) -> nn.Module:
+    """The module, if it is one.
 
     Raises:
         DataError: It is no module.
     """
     if not isinstance(model, nn.Module):
         raise DataError(f"model: it gave a {type(model).__name__}; give a torch.nn.Module or a function that makes one")
-    return model if model.training else model.train()
+    return model
 
 
 def _cut_refusal(batch: Any, num_rows: int | None) -> str | None:

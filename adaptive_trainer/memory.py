@@ -15,7 +15,8 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
@@ -26,9 +27,12 @@ from adaptive_trainer.oom import Verdict, recognise
 from adaptive_trainer.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from torch import Tensor
+
+Outcome = TypeVar("Outcome")
 
 #: Device types whose modules have the names of torch.cuda: statistics, limits and generators by device.
 _WITH_STATISTICS = frozenset({"cuda", "xpu"})
@@ -135,10 +139,7 @@ def reset_peak(device: torch.device, budget: Budget | None = None) -> None:
 
 
 class _Forgiven:
-    """Swallows an out-of-memory, in any spelling, and remembers that; everything else passes."""
-
-    def __init__(self) -> None:
-        self.struck = False
+    """Swallows an out-of-memory, in any spelling; everything else passes."""
 
     def __enter__(self) -> Self:
         return self
@@ -146,23 +147,30 @@ class _Forgiven:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> bool:
-        self.struck = isinstance(error, Exception) and recognise(error).verdict in {Verdict.OOM, Verdict.SUSPECTED}
-        return self.struck
+        return isinstance(error, Exception) and recognise(error).verdict in {Verdict.OOM, Verdict.SUSPECTED}
+
+
+def forgiving(action: Callable[[], Outcome]) -> Outcome:
+    """Do a part of the clean-up after an out-of-memory; it must be one that can be done again.
+
+    A device may report an out-of-memory a second time, at whatever call comes next, which is this one. So the first
+    one that the clean-up itself meets is taken for the old one, and the action is done again.
+
+    Raises:
+        Exception: Whatever else the action meets, and a second out-of-memory.
+    """
+    with _Forgiven():
+        return action()
+    return action()
 
 
 def release(device: torch.device) -> None:
     """Free what nobody uses any more: unreachable objects, and blocks that the device's allocator keeps for later.
 
-    A device may report an out-of-memory a second time, at whatever call comes next, which is this one. So the first
-    one that the clean-up itself meets is taken for the old one, and the clean-up is done again.
-
     Raises:
-        Exception: Whatever else the clean-up meets, and a second out-of-memory.
+        Exception: What the clean-up meets, but for an out-of-memory that the device reports a second time.
     """
-    with _Forgiven() as first:
-        _clean_up(device)
-    if first.struck:
-        _clean_up(device)
+    forgiving(partial(_clean_up, device))
 
 
 def _clean_up(device: torch.device) -> None:

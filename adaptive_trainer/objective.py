@@ -69,9 +69,9 @@ class Objective:
         found = (self.loss, self.step, getattr(self.loss, "__self__", None), getattr(self.step, "__self__", None))
         return [entry for entry in found if isinstance(entry, nn.Module)]
 
-    def counter(self, model: nn.Module) -> ItemCounter:
+    def counter(self, model: nn.Module, *, by_class: bool = True) -> ItemCounter:
         """How many items the loss averages over, as a function of any batch or piece of one."""
-        return item_counter(model, self.loss, self.weight)
+        return item_counter(model, self.loss, self.weight, by_class=by_class)
 
     def measure(self, model: nn.Module, piece: Any) -> Measured:
         """The loss of a piece that is on the device.

@@ -237,14 +237,20 @@ _FIGURES: dict[str, tuple[re.Pattern[str], ...]] = {
 }  # fmt: skip
 
 
-def recognise(error: BaseException) -> Recognition:
+def recognise(error: BaseException, handled: BaseException | None = None) -> Recognition:
     """What the table says about an exception and what it was raised from or in.
 
     The chain is walked as a traceback shows it: the exception, then its cause, else its context unless that is
     suppressed. The outermost exception that the table knows decides; one that it does not know, such as a library's
     "step failed", lets the next be looked at. A group is out-of-memory only if every member is. Never raises.
+
+    Args:
+        error: The exception.
+        handled: What was being handled already when the failed work began. Python makes it the context of whatever is
+            raised in that time, but it is an older story, so the walk ends there.
     """
-    return _first_known(error, frozenset(), 0) or _unknown(_text(error), type(error).__name__)
+    older = frozenset() if handled is None or handled is error else frozenset({id(handled)})
+    return _first_known(error, older, 0) or _unknown(_text(error), type(error).__name__)
 
 
 def recognise_text(text: str, type_name: str = "RuntimeError") -> Recognition:

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from adaptive_trainer.plan import Precision
 
 
-def clip(parameters: Iterable[Tensor], max_grad_norm: float | None) -> None:
-    """Scale all gradients so that their common norm is at most ``max_grad_norm``; None clips nothing."""
-    if max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+def clip(parameters: Iterable[Tensor], max_grad_norm: float | None) -> Tensor | None:
+    """Scale all gradients so that their common norm is at most ``max_grad_norm``; None clips nothing.
+
+    Returns:
+        The norm before, one element; None where nothing was clipped.
+    """
+    return None if max_grad_norm is None else torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
 
 
 class FullPrecision:
@@ -45,7 +48,7 @@ class FullPrecision:
         optimizer.step()
         return True
 
-    def reset(self) -> None:
+    def reset(self, optimizer: Optimizer) -> None:
         """Forget what a step that is thrown away left half-way."""
 
     def state(self) -> dict[str, Any]:
@@ -57,7 +60,7 @@ class FullPrecision:
 
 
 class BFloat16(FullPrecision):
-    """Autocast to bf16. It needs no scaler; a loss that is not finite moves nothing."""
+    """Autocast to bf16. It needs no scaler; a loss or a gradient norm that is not finite moves nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,7 +69,11 @@ class BFloat16(FullPrecision):
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def step(self, optimizer: Optimizer, parameters: list[Tensor], max_grad_norm: float | None, loss: Tensor) -> bool:
-        return math.isfinite(loss.item()) and super().step(optimizer, parameters, max_grad_norm, loss)
+        norm = clip(parameters, max_grad_norm)
+        if not (math.isfinite(loss.item()) and (norm is None or math.isfinite(norm.item()))):
+            return False
+        optimizer.step()
+        return True
 
 
 class Float16(FullPrecision):
@@ -92,7 +99,10 @@ class Float16(FullPrecision):
         # A scale that went down is how torch tells that the step was skipped.
         return self._scaler.get_scale() >= before
 
-    def reset(self) -> None:
+    def reset(self, optimizer: Optimizer) -> None:
+        # A fused optimizer that failed still carries what the scaler told it, and would obey it in another precision.
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
         # The scaler remembers by optimizer that it has unscaled, and refuses to do it again. Scale and growth move
         # only in `update`, the last thing a step does, so a new scaler of the same state is the one from before.
         self.load(self.state())
@@ -101,11 +111,12 @@ class Float16(FullPrecision):
         return self._scaler.state_dict()
 
     def load(self, state: dict[str, Any]) -> None:
-        self._scaler = torch.amp.GradScaler(self._device.type)
+        scaler = torch.amp.GradScaler(self._device.type)
         # Torch makes the scale with the first loss, and a step without a single item has none.
-        self._scaler.scale(torch.zeros((), device=self._device))
+        scaler.scale(torch.zeros((), device=self._device))
         if state:
-            self._scaler.load_state_dict(state)
+            scaler.load_state_dict(state)
+        self._scaler = scaler  # last, so that a reset which failed half-way can be done again
 
 
 def of(precision: Precision, device: torch.device) -> FullPrecision:

@@ -58,6 +58,7 @@ class Run:
             DataError: The data give no batch at all.
         """
         self.epochs = epochs
+        self._loop.begin()
         while not self._goal.reached(self._loop.track.step, self.epochs):
             if not self._source.in_epoch:
                 self._source.begin_epoch(self.epochs)
@@ -81,12 +82,13 @@ class Run:
             event = self._loop.step(fetched)
             del fetched
             self._record(event)
+            self._loop.count_skips(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
         return self._source.num_taken == self._source.num_batches
 
     def _out_of_batches(self) -> None:
-        if self._loop.track.step == 0:
+        if self.epochs == 0:
             raise DataError("data: it gave no batch; give an iterable with at least one")
         log.warning(
             "data ended after %d steps, before the %s steps asked for; a data set, a loader or a list could be gone "

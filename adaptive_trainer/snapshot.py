@@ -1,8 +1,9 @@
 """What a thrown-away forward may have changed in modules and random streams, and how it is put back exactly.
 
 Recorded are every module's attributes (buffers, flags, counters, references, hooks, submodules), one level of content
-of plain containers among them, the values of buffers and plain tensor attributes, and the random streams. Parameters
-are not copied, because only a commit moves them; which parameter a module has under which name is recorded.
+of plain containers among them, the values of buffers and plain tensor attributes, and where a module's own random
+generators stand. Parameters are not copied, because only a commit moves them; which parameter a module has under which
+name is recorded.
 
 Not exact, because it cannot be seen from outside: values inside other objects (NumPy arrays, nested containers, tensors
 in containers) when they are changed in place, and a large non-persistent buffer that is written through ``.data``.
@@ -19,8 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from adaptive_trainer.streams import is_generator, rewinding
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Callable, Iterator, MutableMapping
 
 #: Tensors up to this size are copied without asking whether they changed.
 SMALL_BYTES = 64 * 1024
@@ -102,7 +105,7 @@ def _refill(container: Any, content: Any) -> None:
 class _Record:
     """The attributes of one module: everything in its ``__dict__``."""
 
-    __slots__ = ("_names", "_saved", "entries", "plain")
+    __slots__ = ("_names", "_saved", "entries", "generators", "plain")
 
     def __init__(self, module: nn.Module, *, histories: bool) -> None:
         self.entries = module.__dict__
@@ -117,6 +120,7 @@ class _Record:
             for name, value in self.entries.items()
             if isinstance(value, Tensor) and value.grad_fn is None and not value.requires_grad
         ]
+        self.generators = [value for value in self.entries.values() if is_generator(value)]
 
     def stands(self) -> bool:
         """Whether nothing was bound anew since it was read."""
@@ -158,6 +162,7 @@ class AttributeSnapshot:
         self._own: list[Any] = []
         self._users: list[Any] = []
         self._contents: list[Any] = []
+        self._rewinds: list[Callable[[], object]] = []
 
     def take(self) -> bool:
         """Record the attributes as they are; whether any was bound anew since the last time."""
@@ -172,6 +177,8 @@ class AttributeSnapshot:
         contents = [container.copy() if container else None for container in self._own]
         contents += [_content(container, histories=self._histories) if container else None for container in self._users]
         self._contents = contents
+        generators = chain.from_iterable(record.generators for record in self._records.values())
+        self._rewinds = [rewinding(generator) for generator in generators]
         return moved
 
     def _walk(self) -> None:
@@ -194,6 +201,8 @@ class AttributeSnapshot:
                 _refill(container, content)
             elif container:
                 container.clear()
+        for rewind in self._rewinds:
+            rewind()
 
     def buffers(self) -> list[Tensor | None]:
         """All buffers, module after module."""

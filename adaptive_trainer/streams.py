@@ -1,4 +1,7 @@
-"""The random streams that a step may draw from: Python's, NumPy's, torch's on the host and on the device."""
+"""The random streams that a step may draw from: Python's, NumPy's, torch's on the host and on the device.
+
+Those are everybody's. A module may also have generators of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import ctypes
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from adaptive_trainer import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class _NumPy:
@@ -106,6 +113,23 @@ class RandomStreams:
             return True
         own = None if self.own is None else memory.rng_state(self.device)
         return self.own is not None and own is not None and not torch.equal(self.own, own)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether an object is a random stream of somebody's own: torch's, Python's or NumPy's."""
+    if isinstance(value, torch.Generator | random.Random):
+        return True
+    kind = type(value)
+    return kind.__module__.startswith("numpy.random") and kind.__name__ in {"Generator", "RandomState"}
+
+
+def rewinding(generator: Any) -> Callable[[], object]:
+    """A function that puts such a stream back to where it is now."""
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "bit_generator"):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(generator.set_state, generator.get_state())
 
 
 def seed_everything(seed: int) -> None:

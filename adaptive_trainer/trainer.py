@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -203,11 +204,10 @@ class AdaptiveTrainer:
         if self._source is None:
             self._source = Source(self._data, shuffle=self._shuffle, **self._loading)
         goal = self._goal.after(loop.track.step, self._epochs)
-        if goal.epochs is not None and goal.epochs > self._epochs + 1 and not self._source.repeats:
-            raise DataError(
-                f"data: a {type(self._data).__name__} can be gone through once only, but epochs={self._goal.epochs}; "
-                "give a DataLoader or a list, or type epochs=1"
-            )
+        again = goal.epochs is not None and goal.epochs > self._epochs + 1
+        _refuse_used_up("data", self._data, again=again)
+        again = again or self._eval_steps is not None or (goal.epochs is None and not isinstance(self._data, Iterator))
+        _refuse_used_up("eval_data", self._eval_data, again=again)
         if loop.track.step == 0:
             seed_everything(self._seed)
         with ExitStack() as stack:
@@ -246,10 +246,10 @@ class AdaptiveTrainer:
         own = dict(self._loading)
         if own["batch_size"] is None and self._source is not None:
             own["batch_size"] = self._source.batch_size
-        source = Source.for_evaluation(data, **own)
-        event = self._evaluation.run(source)
+        event = self._evaluation.run(Source.for_evaluation(data, beside=self._data, **own))
         self._record(event)
-        self._metrics, self._evaluated_at = event.metrics, event.step
+        if data is self._eval_data:
+            self._metrics, self._evaluated_at = event.metrics, event.step
         return event.metrics
 
     def _evaluate_once(self) -> None:
@@ -319,4 +319,17 @@ class AdaptiveTrainer:
             seconds=seconds,
             events=tuple(events),
             run_dir=self._run_dir,
+        )
+
+
+def _refuse_used_up(key: str, data: Any, *, again: bool) -> None:
+    """Refuse what can be gone through once only where it is needed again.
+
+    Raises:
+        DataError: It is such data.
+    """
+    if again and isinstance(data, Iterator):
+        raise DataError(
+            f"{key}: a {type(data).__name__} can be gone through once only, and this run needs it more than once; "
+            "give a DataLoader or a list, or type epochs=1"
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from adaptive_trainer import memory, recompute
 from adaptive_trainer.rungs import Traits
+from adaptive_trainer.streams import is_generator
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -33,6 +34,8 @@ def draws_random_numbers(model: nn.Module) -> bool:
     for module in model.modules():
         if not module.training:
             continue
+        if any(map(is_generator, vars(module).values())):
+            return True
         name = type(module).__name__.lower()
         named = isinstance(module, nn.RNNBase | nn.MultiheadAttention) or "drop" in name
         probabilities = (getattr(module, attribute, 0) for attribute in _DROPOUT)

@@ -37,13 +37,17 @@ class ItemCounter(Protocol):
 
 
 def item_counter(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, user_weight: Callable[[Any], float] | None
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor] | None,
+    user_weight: Callable[[Any], float] | None,
+    *,
+    by_class: bool = True,
 ) -> ItemCounter:
     """How to count the items of a batch: as the user says, or else by its labels, or else by its samples.
 
     Labels are integers under ``"labels"`` of a mapping, or the second of a pair. Those that the loss ignores do not
     count, nor do the first of each sequence where the model shifts its labels; where classes are weighted, a label
-    counts as much as its class.
+    counts as much as its class, unless ``by_class`` is False.
     """
     if user_weight is not None:
 
@@ -52,7 +56,7 @@ def item_counter(
             return float(user_weight(batch))
 
         return weigh
-    rule = _Rule(loss) if loss is not None else _rule_of(_unwrapped(model))
+    rule = _Rule(loss, by_class=by_class) if loss is not None else _rule_of(_unwrapped(model))
 
     def count(batch: Any, num_samples: int | None = None) -> float:
         labels = _labels(batch)
@@ -102,19 +106,21 @@ class _Rule:
         ignored: The label that does not count, where the loss does not say.
         shifted: Whether the first label of each sequence predicts nothing.
         by_labels: False where the mean is over samples although there are labels.
+        by_class: Whether a label counts as much as its class, where classes are weighted.
     """
 
     loss: Callable[..., Any] | None = None
     ignored: int = _IGNORE_INDEX
     shifted: bool = False
     by_labels: bool = True
+    by_class: bool = True
 
     def count(self, labels: Tensor) -> float:
         if self.shifted and labels.dim():
             labels = labels[..., 1:]
         ignored = _setting(self.loss, "ignore_index")
         counted = labels != (self.ignored if ignored is None else ignored)
-        classes = _class_weights(self.loss)
+        classes = _class_weights(self.loss) if self.by_class else None
         if classes is None:
             return int(counted.sum())
         # To the labels, which are on the host: the weights are few.

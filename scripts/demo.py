@@ -23,7 +23,7 @@ from adaptive_trainer.progress import log_on_terminal
 from adaptive_trainer.report import History, read_history
 from adaptive_trainer.report.terminal import console, render
 
-RECIPE = Path("recipes/byte_lm.yaml")
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "byte_lm.yaml"
 RUN_DIR = Path("runs/demo")
 MEMORY_LIMIT = "19MiB"
 STEPS = 200
@@ -64,7 +64,7 @@ def main() -> int:
     if RUN_DIR.exists():
         print(f"{RUN_DIR} of an earlier demo is replaced", flush=True)
         shutil.rmtree(RUN_DIR)
-    print(f"training {RECIPE} within {MEMORY_LIMIT} on the CPU, {STEPS} steps", flush=True)
+    print(f"training {RECIPE.name} within {MEMORY_LIMIT} on the CPU", flush=True)
     own = [f"memory_limit={MEMORY_LIMIT}", f"steps={STEPS}", f"run_dir={RUN_DIR}", "device=cpu", "progress=true"]
     with log_on_terminal():
         result = AdaptiveTrainer.from_recipe(RECIPE, [*own, *arguments.overrides]).fit()

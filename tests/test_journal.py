@@ -6,6 +6,7 @@ import math
 import os
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -259,3 +260,12 @@ def test_a_forked_process_writes_nothing_of_its_own(path):
     os.waitpid(child, 0)
     journal.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["start", "step"]
+
+
+def test_a_failure_in_an_evaluation_is_placed_after_the_steps_that_are_done():
+    plan = Plan()
+    failure = OutOfMemory(step=200, phase=Phase.EVALUATE, message="", plan=plan)
+    answer = Fallback(step=200, rung="empty_cache", old=plan, new=plan, fidelity=Fidelity.BIT, scope="evaluation")
+    assert describe(failure).startswith("after step 200: ")
+    assert describe(answer).startswith("after step 200: ")
+    assert describe(replace(failure, phase=Phase.FORWARD)).startswith("step 201: ")

@@ -1,5 +1,6 @@
 """Precision end to end: what autocast and scaler do to a run, what refuses them, and what is then done about it."""
 
+import itertools
 import math
 from contextlib import ExitStack
 from functools import partial
@@ -10,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from adaptive_trainer import AdaptiveTrainer, LadderExhausted, NonFiniteError, Plan, RecipeError, memory
+from adaptive_trainer.precision import of
 from adaptive_trainer.testing import inject_oom
-from tests.cases.hooks import OOM, at_backward, at_forward, cap, rows_of, rungs
+from tests.cases.hooks import OOM, asserted_float32, at_backward, at_forward, cap, rows_of, rungs
 from tests.zoo import OPTIMIZERS, ZOO, decay, loss, same, state_of
 
 HALVES = ("bf16", "fp16")
@@ -200,6 +202,26 @@ def test_a_step_without_a_single_item_passes_through_the_scaler():
     assert result.losses[0] == 0
 
 
+def test_pieces_overflow_no_sooner_than_the_whole_batch():
+    """A piece's loss is scaled by its part of the batch before its backward, also where only the step knows its weight."""
+
+    def step(model, batch):
+        return loss(model(batch[0]), batch[1])
+
+    def weighing(model, batch):
+        return step(model, batch), batch[1].numel() * 2.0
+
+    data = batches_of("tied_lm", num=4, rows=128)
+    ends = [
+        trainer_of("tied_lm", data, step=function, plan=Plan(precision="fp16", micro_batch=micro_batch))
+        for function, micro_batch in ((step, None), (step, 16), (weighing, 16))
+    ]
+    whole, pieces, weighed = (trainer.fit() for trainer in ends)
+    for result in (pieces, weighed):
+        assert [row.skipped for row in rows_of(result, "step")] == [row.skipped for row in rows_of(whole, "step")]
+        assert result.losses == pytest.approx(whole.losses, rel=1e-3)
+
+
 # Refusals.
 
 
@@ -224,14 +246,6 @@ def says(error):
     return refuse
 
 
-def without_words(hidden):
-    assert hidden.dtype is torch.float32
-    return hidden
-
-
-without_words.__module__ = "elsewhere"
-
-
 def mismatched(hidden):
     with torch.autocast("cpu", enabled=False):
         return hidden @ torch.eye(4)
@@ -246,7 +260,7 @@ REFUSALS = {
         )
     ),
     "users_words": says(TypeError("this operator takes float32 only")),
-    "users_assertion": without_words,
+    "users_assertion": asserted_float32,
     "tensor_types": says(
         RuntimeError("Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same")
     ),
@@ -283,6 +297,31 @@ def test_a_refusal_takes_amp_back_and_the_next_rung_is_taken(refusal):
     assert result.plan == Plan(gradient_checkpointing=True)
     assert seen == [False, False, True, False, False, False, False]
     assert same(state_of(trainer), state_of(plain)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["could not create a primitive descriptor for the LSTM forward", "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"]
+)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_a_smaller_piece_does_not_cure_is_amps_fault_while_it_is_on(text, rows):
+    """Such words may mean memory, so first one smaller piece is tried, where there is one."""
+    model, data = ZOO["mlp"].make(), batches_of("mlp", rows=rows)
+    at_forward(model, 3)
+    step = step_with(says(RuntimeError(text)))
+    result = trainer_of(
+        data=data, model=model, step=step, ladder=["amp", "halve_batch", "gradient_checkpointing"]
+    ).fit()
+    smaller, answer = (["halve_batch"], "halve_batch") if rows > 1 else ([], "gradient_checkpointing")
+    assert rungs(result) == ["amp", *smaller, "undo:amp", answer]
+    assert result.plan.precision == "fp32"
+    assert result.steps == 6
+
+
+def test_what_a_smaller_piece_does_not_cure_surfaces_where_amp_is_the_users():
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+    with pytest.raises(RuntimeError) as caught:
+        trainer_of(step=step_with(says(error)), plan=Plan(precision="bf16")).fit()
+    assert caught.value is error
 
 
 def test_a_refusal_is_told_with_the_operations_own_words():
@@ -378,22 +417,20 @@ def test_a_long_batchs_own_split_ends_with_it_although_amp_was_taken_back_in_it(
 def test_a_failure_between_unscaling_and_stepping_leaves_the_scaler_as_it_was(monkeypatch, at):
     """Row 27: "unscale_() has already been called" is never heard."""
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, growth_interval=2))
-    ends = []
-    for disturbed in (False, True):
+    original, ends = torch.nn.utils.clip_grad_norm_, []
+    for failing in ((), (at, at + 1)):
         calls = []
 
-        def clip(parameters, max_norm, *, disturbed=disturbed, calls=calls):
+        def clip(parameters, max_norm, *, failing=failing, calls=calls):
             calls.append(1)
-            if disturbed and len(calls) in (at, at + 1):
+            if len(calls) in failing:
                 raise torch.OutOfMemoryError(OOM)
             return original(parameters, max_norm)
 
-        original = torch.nn.utils.clip_grad_norm_
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
         trainer = trainer_of(plan=Plan(precision="fp16"), ladder=["empty_cache", lambda plan: plan])
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-            result = trainer.fit()
-        assert len(result.fallbacks) == 2 * disturbed
+        result = trainer.fit()
+        assert len(result.fallbacks) == len(failing)
         assert {event.phase for event in rows_of(result, "out_of_memory")} <= {"optimizer"}
         ends.append((state_of(trainer), trainer._loop.state.scaler))
     assert ends[0][1]["scale"] > 65536
@@ -412,8 +449,9 @@ class Fickle(nn.Module):
         self.next = calls.__next__
 
     def forward(self, x):
+        more = self.next() % 2
         x = torch.tanh(self.linear(x))
-        return x.exp().log() if next(iter([self.next()])) % 2 else x
+        return x.exp().log() if more else x
 
 
 def fickle():
@@ -438,8 +476,13 @@ def test_a_recomputation_that_differs_under_the_users_own_plan_passes_through():
         trainer_of(model=fickle(), plan=Plan(gradient_checkpointing=True)).fit()
 
 
-@pytest.mark.parametrize("kind", ["mlp", "cnn_batch_norm", "dropout_transformer", "lstm", "partly_frozen"])
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *itertools.product(["mlp", "cnn_batch_norm", "dropout_transformer", "partly_frozen"], HALVES),
+        ("lstm", "bf16"),  # a CPU has no fp16 LSTM
+    ],
+)
 def test_autocast_with_gradient_checkpointing_is_bit_equal_to_autocast_without(kind, precision):
     ends = []
     for checkpointed in (False, True):
@@ -481,7 +524,7 @@ def test_models_of_another_precision_skip_amp_with_the_reason(dtype, words):
 def test_fp16_is_refused_for_an_optimizer_that_evaluates_the_loss_itself():
     """Its gradients would be scaled and never unscaled."""
     before = dict(ZOO["mlp"].make().state_dict())
-    trainer = trainer_of(optimizer=lambda parameters: torch.optim.LBFGS(parameters), plan=Plan(precision="fp16"))
+    trainer = trainer_of(optimizer=torch.optim.LBFGS, scheduler=None, plan=Plan(precision="fp16"))
     with pytest.raises(RecipeError, match=r"LBFGS.*bf16"):
         trainer.fit()
     assert same(dict(trainer.model.state_dict()), before) is None
@@ -552,3 +595,20 @@ def test_evaluating_under_amp_may_run_out_of_memory_too():
     ]  # fmt: skip
     assert result.plan == Plan(precision="bf16")
     assert functional.cross_entropy(torch.zeros(1, 4), torch.zeros(1).long()) > result.metrics["loss"] / 2
+
+
+def test_a_fused_optimizer_that_failed_under_the_scaler_carries_nothing_of_it():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(65536.0), torch.tensor(0.0)
+    of("fp16", torch.device("cpu")).reset(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+def test_bf16_skips_a_step_whose_gradient_norm_is_not_finite():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for gradient, moved in ((math.inf, False), (1.0, True)):
+        parameter.grad = torch.full((3,), gradient)
+        assert of("bf16", torch.device("cpu")).step(optimizer, [parameter], 1.0, torch.tensor(1.0)) is moved
+        assert torch.equal(parameter.detach(), torch.ones(3)) is not moved

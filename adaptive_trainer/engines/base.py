@@ -73,22 +73,24 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Sums over a batch: divide by ``weight`` for means.
+    """Sums over a batch: divide by ``weight`` and ``num_items`` for means.
 
     Attributes:
         loss: Sum of the losses of all items.
-        weight: Number of items.
+        weight: What the loss is divided by: the number of items, or the sum of their classes' weights.
+        num_items: What the user's metrics are divided by: the number of items.
         metrics: Sums of the user's metrics over all items.
     """
 
     loss: float = 0.0
     weight: float = 0.0
+    num_items: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Evaluated) -> Evaluated:
         names = {**self.metrics, **other.metrics}
         metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
-        return Evaluated(self.loss + other.loss, self.weight + other.weight, metrics)
+        return Evaluated(self.loss + other.loss, self.weight + other.weight, self.num_items + other.num_items, metrics)
 
 
 class Engine(Protocol):

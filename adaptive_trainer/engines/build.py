@@ -9,6 +9,7 @@ import torch
 from adaptive_trainer.engines.native import NativeEngine
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.phases import Phase
+from adaptive_trainer.traits import needs_closure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,12 @@ def build(wanted: Build, state: TrainState, task: Task) -> Engine:
         if state.optimizer is None:
             state.optimizer = _optimizer(state.model, task)
             state.scheduler = None if task.scheduler is None else task.scheduler(state.optimizer)
+        if wanted.precision == "fp16" and needs_closure(state.optimizer):
+            name = type(state.optimizer).__name__
+            raise RecipeError(
+                f"plan: precision='fp16' needs a gradient scaler, and {name} evaluates the loss itself, which none can "
+                "follow; give precision='bf16' or 'fp32'"
+            )
         return NativeEngine(wanted, state, task)
 
 

@@ -48,6 +48,7 @@ class NativeEngine:
         self._precision = precision.of(build.precision, task.device)
         self._precision.load(state.scaler)
         self._count = task.objective.counter(self.model)
+        self._count_items = task.objective.counter(self.model, by_class=False)
         self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
         self._rewind = Rewind([self.model, *task.objective.modules], self.model.parameters(), task.device)
         # The first time makes room for the copies, so it belongs to the build, which may run out of memory.
@@ -63,6 +64,7 @@ class NativeEngine:
 
     def prepare(self) -> None:
         """Remember the state from which the next step starts."""
+        self._clear_gradients()
         self._copy, self._entered = None, False
         if self._copies_always or not self._state.optimizer_has_stepped:
             # A host too small for the copy is no reason not to train: the step is then merely harder to undo.
@@ -89,7 +91,6 @@ class NativeEngine:
                 moved = self._closure or self._precision.step(
                     self._optimizer, self._parameters, self._task.max_grad_norm, computed.loss
                 )
-            self._clear_gradients()
             loss = computed.loss.item()
             if moved:
                 self._schedule(loss)
@@ -101,7 +102,7 @@ class NativeEngine:
     def discard(self) -> bool:
         """Go back to the state that `prepare` remembered. Returns whether that could be done."""
         self._clear_gradients()
-        self._precision.reset()
+        self._precision.reset(self._optimizer)
         if self._copy is not None:
             self._copy.restore()
         elif self._rewind.parameters_moved or self._entered:
@@ -119,9 +120,9 @@ class NativeEngine:
     def _gradients(self, batch: Any, sizes: tuple[int, ...]) -> Tensor:
         """Accumulate the gradients of the whole batch's loss, which is returned without its graph."""
         pieces = cut(batch, sum(sizes), sizes)
-        if self._objective.step is not None and self._objective.weight is None:
-            return self._gradients_weighted_afterwards(pieces)
         counts = [self._count(piece, size or None) for piece, size in zip(pieces, sizes, strict=True)]
+        if self._objective.step is not None and self._objective.weight is None:
+            return self._gradients_weighted_afterwards(pieces, sum(counts) or 1.0)
         parts = shares(counts, "sum" if self._objective.sums else "mean")
         if not any(counts):
             parts = [0.0] * len(parts)
@@ -131,27 +132,32 @@ class NativeEngine:
             total = total + self._piece(index, pieces, parts[index])[0]
         return total
 
-    def _gradients_weighted_afterwards(self, pieces: list[Any]) -> Tensor:
-        """The same where a piece's weight is known only once its loss is: the sum is divided at the end."""
+    def _gradients_weighted_afterwards(self, pieces: list[Any], expected: float) -> Tensor:
+        """The same where a piece's weight is known only once its loss is: the sum is divided at the end.
+
+        Until then it is divided by the ``expected`` weight of the whole batch, so that no piece's scaled gradient
+        overflows fp16 where the whole batch's would not.
+        """
         total, weights = torch.zeros((), device=self._task.device), 0.0
         alone = len(pieces) == 1
         for index in range(len(pieces)):
-            loss, weight = self._piece(index, pieces, None if not alone else 1.0)
+            loss, weight = self._piece(index, pieces, None if not alone else 1.0, expected)
             total, weights = total + loss, weights + weight
         if weights == 0:
             zero_gradients(self._parameters)
-        elif not alone and not self._objective.sums:
+        elif not alone and not self._objective.sums and weights != expected:
             with self._track.enter(Phase.REDUCE), torch.no_grad():
                 for parameter in self._parameters:
                     if parameter.grad is not None:
-                        parameter.grad.div_(weights)
-            total = total / weights
+                        parameter.grad.div_(weights / expected)
+            total = total / (weights / expected)
         return total
 
-    def _piece(self, index: int, pieces: list[Any], part: float | None) -> tuple[Tensor, float]:
+    def _piece(self, index: int, pieces: list[Any], part: float | None, expected: float = 1.0) -> tuple[Tensor, float]:
         """Forward and backward of one piece: its part of the loss, without a graph, and its weight.
 
-        ``part`` is what its loss counts for; None where the weight that the user's step gives has to be used.
+        ``part`` is what its loss counts for; None where the weight that the user's step gives has to be used, over the
+        ``expected`` one of the batch.
         """
         with self._track.enter(Phase.DATA, index):
             piece = to_device(pieces[index], self._task.device)
@@ -160,7 +166,7 @@ class NativeEngine:
         with held:
             with self._track.enter(Phase.FORWARD, index), self._precision.autocast():
                 measured = self._objective.measure(self.model, piece)
-            part, weight = self._part(measured, piece, part)
+            part, weight = self._part(measured, piece, part, expected)
             if part == 0 or weight == 0:
                 return torch.zeros((), device=self._task.device), weight
             loss = measured.loss if part == 1 else measured.loss * part
@@ -170,14 +176,14 @@ class NativeEngine:
                 self._precision.backward(loss)
             return value, weight
 
-    def _part(self, measured: Measured, piece: Any, part: float | None) -> tuple[float, float]:
+    def _part(self, measured: Measured, piece: Any, part: float | None, expected: float) -> tuple[float, float]:
         """What a piece's loss is multiplied with, and the piece's weight."""
         if self._objective.step is None or self._objective.weight is not None:
             return cast("float", part), 1.0
         weight = self._count(piece) if measured.weight is None else measured.weight
         if part is not None or self._objective.sums:
             return 1.0, weight
-        return weight, weight
+        return weight / expected, weight
 
     def _held(self, piece: Any) -> AbstractContextManager[Any]:
         """What charges a piece to the memory limit while it is on the device."""
@@ -228,27 +234,27 @@ class NativeEngine:
             found = Evaluated()
             for index, piece in enumerate(cut(batch, sum(sizes), sizes)):
                 with self._track.enter(Phase.EVALUATE, index):
-                    found += self._evaluated(piece)
+                    found += self._evaluated(piece, sizes[index] or None)
             return found
         return boundary.failed
 
-    def _evaluated(self, piece: Any) -> Evaluated:
+    def _evaluated(self, piece: Any, num_samples: int | None) -> Evaluated:
+        num_items = float(self._count_items(piece, num_samples))
         moved = to_device(piece, self._task.device)
         with self._held(moved), self._precision.autocast():
             measured = self._objective.measure(self.model, moved)
-            weight = float(self._count(piece)) if measured.weight is None else measured.weight
-            if weight == 0:
-                return Evaluated()
-            loss = measured.loss.item() * (1.0 if self._objective.sums else weight)
-            return Evaluated(
-                loss, weight, {name: value * weight for name, value in self._objective.score(measured).items()}
-            )
+            weight = float(self._count(piece, num_samples)) if measured.weight is None else measured.weight
+            # The mean over no items is not a number.
+            loss = measured.loss.item() * (1.0 if self._objective.sums else weight) if weight else 0.0
+            scores = self._objective.score(measured) if num_items else {}
+            return Evaluated(loss, weight, num_items, {name: score * num_items for name, score in scores.items()})
 
     # Between engines.
 
     def export(self) -> TrainState:
         """What the next engine is built from."""
-        self._state.scaler = self._precision.state()
+        # Another precision has no scaler, and leaves that of an fp16 engine before it for the one after it.
+        self._state.scaler = self._precision.state() or self._state.scaler
         return self._state
 
     def close(self) -> None:

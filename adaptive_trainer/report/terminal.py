@@ -60,8 +60,10 @@ def trail_table(rows: Iterable[dict[str, Any]], width: int = _PLAIN_WIDTH) -> Ta
 def _trail_cells(transition: Transition) -> tuple[str, ...]:
     what, did = transition.out_of_memory or {}, transition.fallback or {}
     step = what.get("step", did.get("step"))
+    # A step that is being attempted is the next one; an evaluation comes after those that are done.
+    evaluating = what.get("phase") == "evaluate" or did.get("scope") == "evaluation"
     return (
-        "?" if step is None else str(step + 1),
+        "?" if step is None else str(step if evaluating else step + 1),
         what.get("phase", "-"),
         what.get("cause", "-"),
         format_bytes(what.get("requested_bytes")),

@@ -67,6 +67,12 @@ def at_backward(model, *passages, **rest):
     return at
 
 
+def asserted_float32(x):
+    """An operation that takes float32 only and says so without a word. (Here, because pytest words those of tests.)"""
+    assert x.dtype is torch.float32
+    return x
+
+
 def regression():
     """The tiny model of the cases."""
     torch.manual_seed(1)

@@ -1,5 +1,6 @@
 """Data position and random streams: rows 70, 72 and 73."""
 
+import itertools
 import random
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_case_070_a_loader_that_shuffles_from_the_global_stream_goes_on_where_it
         assert rungs(result) == (ladder if fail else [])
     (plain, expected), (disturbed, found) = ends
     assert disturbed.indices == plain.indices
-    assert sorted(sum(disturbed.indices[:4], [])) == sorted(sum(disturbed.indices[4:], [])) == list(range(NUM_SAMPLES))
+    assert sorted(itertools.chain(*disturbed.indices[:4])) == list(range(NUM_SAMPLES))
     assert disturbed.indices[:4] != disturbed.indices[4:]
     assert same(found, expected) is None
 
@@ -178,6 +179,42 @@ def test_case_073_a_retry_starts_from_the_random_streams_of_the_steps_begin(phas
         ends.append((seen, state_of(trainer)))
     assert ends[1][0] == ends[0][0]
     assert same(ends[1][1], ends[0][1]) is None
+
+
+GENERATORS = {
+    "torch": (lambda: torch.Generator().manual_seed(1), lambda generator: float(torch.rand((), generator=generator))),
+    "numpy": (lambda: np.random.default_rng(1), lambda generator: generator.random()),
+    "numpy_legacy": (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
+    "python": (lambda: random.Random(1), lambda generator: generator.random()),
+}
+
+
+class OwnGenerator(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        make, self.draw = GENERATORS[kind]
+        self.generator = make()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * self.draw(self.generator))
+
+
+@pytest.mark.parametrize("ladder", [["empty_cache"], ["gradient_checkpointing"]], ids=["again", "recomputed"])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_case_073_generators_that_a_module_has_of_its_own_come_back_too(kind, ladder):
+    """Rows 73 and 82: in a retry, and in the recomputation of a block."""
+    ends = []
+    for fail in ((), (3,)):
+        torch.manual_seed(1)
+        model = nn.Sequential(OwnGenerator(kind), OwnGenerator(kind), nn.Linear(6, 4))
+        at_backward(model, *fail)
+        trainer = AdaptiveTrainer(model, ZOO["mlp"].data(40), loss=loss, batch_size=8, ladder=ladder, progress=False)
+        assert rungs(trainer.fit()) == (ladder if fail else [])
+        ends.append(state_of(trainer))
+    assert same(ends[1], ends[0]) is None
 
 
 class Noisy(nn.Module):

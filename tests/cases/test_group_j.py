@@ -175,7 +175,7 @@ def test_case_124_a_device_that_others_hold_is_waited_for_once_and_then_said_so(
     trainer = trainer_of()
     with (
         inject_oom(step=2, times=math.inf, message=message),
-        pytest.raises(LadderExhausted, match="31.1 GiB") as caught,
+        pytest.raises(LadderExhausted, match=r"31\.1 GiB") as caught,
     ):
         trainer.fit()
     failures = [event for event in caught.value.trail if event.event == "out_of_memory"]

@@ -1,0 +1,156 @@
+"""What users can name is listed here, so that nothing is added, renamed or lost by accident; and the README tells the truth."""
+
+import argparse
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+import adaptive_trainer
+from adaptive_trainer import cli, testing
+from adaptive_trainer.arguments import ARGUMENTS
+from adaptive_trainer.rungs import RUNG_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+
+NAMES = """
+    AdaptiveTrainer AdaptiveTrainerError Build Cause Checkpoint CheckpointError Climb DataError Evaluate Event Fallback
+    Fidelity Finish FitResult Ladder LadderExhausted NonFiniteError OutOfMemory Phase Plan RankFailure RecipeError Rung
+    Situation Skip Start Step Traits
+""".split()
+
+ARGUMENTS_IN_ORDER = """
+    model data loss step optimizer scheduler batch_size epochs steps shuffle collate_fn num_workers eval_data eval_steps
+    max_grad_norm reduction weight separable plan ladder memory_limit device seed run_dir resume checkpoint_steps
+    keep_checkpoints callbacks trackers progress metrics
+""".split()
+
+COMMANDS = {
+    "": ["--help", "--version"],
+    "fit": ["--help", "overrides", "recipe"],
+    "report": ["--help", "run_dir"],
+    "doctor": ["--help"],
+}
+
+INJECTION = "step phase micro_batch rank allocation times message".split()
+
+PLAN = {
+    "micro_batch": None, "gradient_checkpointing": False, "precision": "fp32", "zero_stage": 0, "offload": "none",
+}  # fmt: skip
+
+RUNGS = """
+    empty_cache halve_batch gradient_checkpointing amp zero_1 zero_2 zero_3 offload_optimizer offload_parameters
+""".split()
+
+
+def test_public_names():
+    assert adaptive_trainer.__all__ == sorted(adaptive_trainer.__all__)
+    assert set(adaptive_trainer.__all__) == set(NAMES)
+    assert all(getattr(adaptive_trainer, name).__name__ == name for name in NAMES)
+
+
+def test_arguments_of_the_constructor_and_keys_of_a_recipe_are_the_same():
+    parameters = list(inspect.signature(adaptive_trainer.AdaptiveTrainer).parameters.values())
+    assert [entry.name for entry in parameters] == ARGUMENTS_IN_ORDER
+    assert [entry.name for entry in parameters if entry.kind is not entry.KEYWORD_ONLY] == ["model", "data"]
+    assert list(ARGUMENTS) == ARGUMENTS_IN_ORDER
+
+
+def test_fields_of_a_plan():
+    parameters = inspect.signature(adaptive_trainer.Plan).parameters.values()
+    assert {entry.name: entry.default for entry in parameters} == PLAN
+
+
+def test_names_of_the_rungs():
+    assert list(RUNG_NAMES) == RUNGS
+
+
+def test_options_of_the_command_line():
+    parser = cli._parser()
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {name: options_of(place) for name, place in {"": parser, **commands.choices}.items()}
+    assert found == COMMANDS
+
+
+def options_of(parser):
+    actions = [action for action in parser._actions if not isinstance(action, argparse._SubParsersAction)]
+    return sorted(action.option_strings[-1] if action.option_strings else action.dest for action in actions)
+
+
+def test_keywords_of_inject_oom():
+    parameters = inspect.signature(testing.inject_oom).parameters.values()
+    assert [entry.name for entry in parameters] == INJECTION
+    assert {entry.kind for entry in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def public_members():
+    for name in NAMES:
+        value = getattr(adaptive_trainer, name)
+        yield name, value
+        if isinstance(value, type) and not issubclass(value, Enum):
+            for key, member in vars(value).items():
+                if not key.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                    yield f"{name}.{key}", getattr(value, key)
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(*entry, id=entry[0]) for entry in public_members()])
+def test_every_public_name_has_a_docstring_of_its_own(name, value):
+    text = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+    assert text, f"{name} has none"
+    # Dataclasses and enums are given one that says nothing.
+    assert not text.startswith((f"{name}(", "An enumeration")), f"{name} has a generated one"
+
+
+def test_every_argument_is_described():
+    text = adaptive_trainer.AdaptiveTrainer.__doc__
+    assert [name for name in ARGUMENTS_IN_ORDER if not re.search(rf"^ +{name}: ", text, re.MULTILINE)] == []
+
+
+# The README.
+
+
+def blocks(language):
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for found, text in fenced if found == language]
+
+
+def test_the_first_script_of_the_readme_prints_what_the_readme_says(tmp_path):
+    (script,), (printed,) = blocks("python"), blocks("text")
+    path = tmp_path / "first.py"
+    path.write_text(script)
+    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100)
+    said = re.compile(r"(\d+ steps), loss (\S+) -> (\S+)")
+    (line, *walk), (expected_line, *expected_walk) = done.stdout.splitlines(), printed.splitlines()
+    steps, first, last = said.fullmatch(line).groups()
+    assert walk == expected_walk
+    assert steps == said.fullmatch(expected_line)[1]
+    assert float(last) < float(first) / 2
+
+
+def test_commands_and_files_of_the_readme_are_there():
+    commands = {line.split()[1] for block in blocks("") for line in block.splitlines() if "adaptive-trainer" in line}
+    assert commands
+    assert commands <= set(COMMANDS)
+    scripts = set(re.findall(r"scripts/\w+", README))
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link}
+    assert {"scripts/demo", "scripts/test"} <= scripts
+    assert {"LICENSE", "docs/demo.svg"} <= links
+    assert [path for path in scripts | links if not (ROOT / path).exists()] == []
+
+
+def test_the_ladder_in_the_documents_is_the_ladder_of_the_code():
+    path = ROOT / "scripts" / "ladder_table.py"
+    spec = importlib.util.spec_from_file_location("ladder_table", path)
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    assert len(writer.DOCUMENTS) == 2
+    for document in writer.DOCUMENTS:
+        text = document.read_text("utf-8")
+        assert writer.ladder_table() in text
+        assert writer.written(text) == text, "type: .venv/bin/python scripts/ladder_table.py"
