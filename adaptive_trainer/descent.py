@@ -72,7 +72,6 @@ class Descent:
         ladder: The rungs.
         plan: Where the walk begins.
         record: Takes each event.
-        stamp: Gives step and rank for events.
         traits: Reads the model's traits now, for failures that only may be memory.
         scope: What a new plan holds for.
     """

@@ -136,9 +136,9 @@ class Loop:
             LadderExhausted: Memory does not suffice under any plan that the ladder allows.
         """
         started = time.perf_counter()
-        engine = self._face(fetched)
+        self.open().prepare()
+        self._face(fetched)
         memory.reset_peak(self.task.device, self.task.budget)
-        engine.prepare()
         committed = self._insist(_attempted)
         self.track.step += committed.moved
         return Step(
@@ -158,6 +158,7 @@ class Loop:
         Raises:
             LadderExhausted: Memory does not suffice for the smallest piece.
         """
+        self.open()
         self._face(fetched)
         return self._insist(_evaluated)
 
@@ -171,13 +172,11 @@ class Loop:
         finally:
             self.walk, self._traits = kept
 
-    def _face(self, fetched: Fetched) -> Engine:
-        engine = self.open()
+    def _face(self, fetched: Fetched) -> None:
         self._batch = fetched.batch
         rows = length(fetched.batch, fetched.expected)
         self._mark = memory.allocated_bytes(self.task.device, self.task.budget)
         self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch), held_bytes=self._mark))
-        return engine
 
     def _insist(self, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:
         """Attempt what is to be done with the batch until it is done."""

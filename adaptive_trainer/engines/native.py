@@ -229,6 +229,7 @@ class NativeEngine:
 
     def evaluate(self, batch: Any, sizes: tuple[int, ...]) -> Evaluated | Failure:
         """Measure a batch without gradients."""
+        self._clear_gradients()
         self._rewind.take()
         with Boundary(self._track, self._task.answerable) as boundary, torch.no_grad():
             found = Evaluated()
