@@ -167,7 +167,8 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
     has = {key for key, value in values.items() if value is not None}
     plan, batch_size = values.get("plan"), values.get("batch_size")
     micro_batch = plan.get("micro_batch") if isinstance(plan, Mapping) else getattr(plan, "micro_batch", None)
-    splits = isinstance(micro_batch, int) and isinstance(batch_size, int) and micro_batch < batch_size
+    whole = isinstance(micro_batch, int) and isinstance(batch_size, int) and micro_batch >= batch_size
+    cut = f"a batch of {batch_size}" if "batch_size" in has else "larger batches"
     table = (
         ({"loss", "step"} <= has, "step: it replaces the loss; give step or loss, not both"),
         (
@@ -184,8 +185,8 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
             "checkpoint_steps: without a run_dir nothing is written; give run_dir",
         ),
         (
-            values.get("separable") is False and splits,
-            f"plan: micro_batch {micro_batch} cuts a batch of {batch_size}, which separable=False forbids; drop one",
+            values.get("separable") is False and isinstance(micro_batch, int) and not whole,
+            f"plan: micro_batch {micro_batch} cuts {cut}, which separable=False forbids; drop one",
         ),
     )
     return [sentence for wrong, sentence in table if wrong]

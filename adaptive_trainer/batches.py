@@ -103,6 +103,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     An object of another kind is moved by its own ``to`` method, if it has one.
     """
+    if device.type == "cpu" and type(batch) in {tuple, list} and all(type(e) is Tensor and e.is_cpu for e in batch):
+        return type(batch)(batch)
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -250,7 +252,7 @@ def _slice_csr(value: Tensor, start: int, stop: int) -> Tensor:
     else:
         first, last = int(crow[start]), int(crow[stop])
         crow, col, values = crow[start : stop + 1] - first, col[first:last], values[first:last]
-    return torch.sparse_csr_tensor(crow, col, values, (stop - start, *value.shape[1:]))
+    return torch.sparse_csr_tensor(crow, col, values, (stop - start, *value.shape[1:]), check_invariants=False)
 
 
 _SLICES: dict[torch.layout, Callable[[Any, int, int], Any]] = {

@@ -88,6 +88,7 @@ class Source:
         self._data = data
         self._order: _Order | None = None
         self._iterator: Iterator[Any] | None = None
+        self._given_back: Fetched | None = None
         self.num_taken = 0
         self._batch_size = batch_size if isinstance(data, DataLoader) else None
         self.loader: Iterable[Any] = data
@@ -175,6 +176,9 @@ class Source:
         Raises:
             DataError: No epoch was begun, or its iterator has failed.
         """
+        if self._given_back is not None:
+            fetched, self._given_back = self._given_back, None
+            return fetched
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             raise DataError(f"{self._key}: its iterator has failed or has ended, and is not used again")
@@ -185,6 +189,10 @@ class Source:
         self._iterator = iterator
         self.num_taken += 1
         return Fetched(batch, self._batch_size)
+
+    def give_back(self, fetched: Fetched) -> None:
+        """Let the batch taken last be the next one again, because its step was not done."""
+        self._given_back = fetched
 
 
 def _holds_samples(data: Any, batch_size: int | None) -> bool:

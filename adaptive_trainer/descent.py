@@ -122,7 +122,7 @@ class Descent:
 
     def passed(self, pieces: tuple[int, ...]) -> None:
         """The batch got through in ``pieces``."""
-        self._usual.append(replace(self.load, shapes={}))
+        self._usual.append(self.load)
         if self.load.num_rows:
             largest = self.load.num_elements * pieces[0] / self.load.num_rows
             self._fitting_elements = max(self._fitting_elements, largest)

@@ -122,7 +122,11 @@ def _try(rung: Rung, situation: Situation) -> Plan | Skip:
     if refusal is not None:
         return Skip(refusal)
     found, plan = rung.step(situation.plan, situation), situation.plan
-    if isinstance(found, Skip) or found.descends_from(plan):
+    if isinstance(found, Skip):
+        return found
+    if found.micro_batch != plan.micro_batch and situation.traits.cut_refusal is not None:
+        return Skip(situation.traits.cut_refusal)
+    if found.descends_from(plan):
         return found
     if found != plan:
         return Skip(f"its plan ({found}) is not lower than the one that failed ({plan})")

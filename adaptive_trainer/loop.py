@@ -86,6 +86,7 @@ class Loop:
 
     def begin(self) -> None:
         """Load the model, and put it into training mode if its root is in evaluation mode, as loaded models arrive."""
+        self.track.hint = None
         if self.state is None:
             self.state = TrainState(model=self._load())
         if not self.state.model.training:

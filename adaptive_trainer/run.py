@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from adaptive_trainer.errors import DataError
+from adaptive_trainer.errors import DataError, LadderExhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,7 +79,11 @@ class Run:
             fetched = self._source.next()
             if fetched is None:
                 return True
-            event = self._loop.step(fetched)
+            try:
+                event = self._loop.step(fetched)
+            except LadderExhausted:
+                self._source.give_back(fetched)  # the step was undone, and another call of fit goes on with it
+                raise
             del fetched
             self._record(event)
             self._loop.count_skips(event)

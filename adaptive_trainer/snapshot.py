@@ -105,7 +105,7 @@ def _refill(container: Any, content: Any) -> None:
 class _Record:
     """The attributes of one module: everything in its ``__dict__``."""
 
-    __slots__ = ("_names", "_saved", "entries", "generators", "plain")
+    __slots__ = ("_names", "entries", "generators", "plain", "saved")
 
     def __init__(self, module: nn.Module, *, histories: bool) -> None:
         self.entries = module.__dict__
@@ -114,7 +114,7 @@ class _Record:
     def read(self, *, histories: bool) -> None:
         self._names = [*self.entries]
         values = self.entries.values()
-        self._saved = [*values] if histories else [_fade(value) for value in values]
+        self.saved = [*values] if histories else [_fade(value) for value in values]
         self.plain = [
             (name, value)
             for name, value in self.entries.items()
@@ -124,14 +124,14 @@ class _Record:
 
     def stands(self) -> bool:
         """Whether nothing was bound anew since it was read."""
-        return [*self.entries] == self._names and all(map(is_, self.entries.values(), self._saved))
+        return [*self.entries] == self._names and all(map(is_, self.entries.values(), self.saved))
 
     def restore(self) -> None:
         if self.stands():
             return
         for name in self.entries.keys() - set(self._names):
             del self.entries[name]
-        for name, value in zip(self._names, self._saved, strict=True):
+        for name, value in zip(self._names, self.saved, strict=True):
             self.entries[name] = _unfade(value)
 
 
@@ -157,6 +157,9 @@ class AttributeSnapshot:
         self._roots = roots
         self._histories = histories
         self._records: dict[nn.Module, _Record] = {}
+        self._entries: list[dict[str, Any]] = []
+        self._saved: list[Any] = []
+        self._generators: list[Any] = []
         self._children: list[nn.Module | None] = []
         self._trees: list[MutableMapping[str, nn.Module | None]] = []
         self._own: list[Any] = []
@@ -166,29 +169,38 @@ class AttributeSnapshot:
 
     def take(self) -> bool:
         """Record the attributes as they are; whether any was bound anew since the last time."""
-        stale = [record for record in self._records.values() if not record.stands()]
-        for record in stale:
-            record.read(histories=self._histories)
+        stale = self._reread()
         # Modules came or went exactly if the known modules' children, one after the other, are other objects now.
         children = [*chain.from_iterable(map(_values, self._trees))]
-        moved = bool(stale) or not self._records or not _same(children, self._children)
+        moved = stale or not self._records or not _same(children, self._children)
         if moved:
             self._walk()
         contents = [container.copy() if container else None for container in self._own]
         contents += [_content(container, histories=self._histories) if container else None for container in self._users]
         self._contents = contents
-        generators = chain.from_iterable(record.generators for record in self._records.values())
-        self._rewinds = [rewinding(generator) for generator in generators]
+        self._rewinds = [rewinding(generator) for generator in self._generators]
         return moved
+
+    def _reread(self) -> bool:
+        """Read the modules again whose attributes were bound anew since the last time; whether there were any."""
+        # All attributes of all modules in one comparison, since nearly always none has changed.
+        if _same([*chain.from_iterable(map(_values, self._entries))], self._saved):
+            return False
+        stale = [record for record in self._records.values() if not record.stands()]
+        for record in stale:
+            record.read(histories=self._histories)
+        return bool(stale)
 
     def _walk(self) -> None:
         modules = dict.fromkeys(chain.from_iterable(root.modules() for root in self._roots))
         known = self._records
         self._records = {module: known.get(module) or _Record(module, histories=self._histories) for module in modules}
-        everything = [record.entries for record in self._records.values()]
-        self._trees = [entries["_modules"] for entries in everything]
+        self._entries = [record.entries for record in self._records.values()]
+        self._saved = [*chain.from_iterable(record.saved for record in self._records.values())]
+        self._trees = [entries["_modules"] for entries in self._entries]
         self._children = [*chain.from_iterable(map(_values, self._trees))]
-        found = [item for entries in everything for item in entries.items() if type(item[1]) in _CONTAINERS]
+        self._generators = [*chain.from_iterable(record.generators for record in self._records.values())]
+        found = [item for entries in self._entries for item in entries.items() if type(item[1]) in _CONTAINERS]
         self._own = [value for name, value in found if name in _STANDARD]
         self._users = [value for name, value in found if name not in _STANDARD]
 

@@ -42,12 +42,16 @@ class Rewind:
 
     `take` is called once a step, before its first attempt; `restore` after every attempt that is thrown away.
     Parameters and optimizer state are not copied: a forward and a backward leave them alone. That this is so is
-    checked by their version counters, which `parameters_moved` reads.
+    checked by their version counters, which `parameters_moved` reads. A module that gathers a sharded parameter for
+    its forward puts another storage in the place of its own, though, and that is undone.
     """
 
     def __init__(self, roots: Iterable[nn.Module], parameters: Iterable[Tensor], device: torch.device) -> None:
         self._modules = ModuleSnapshot(*roots)
         self._parameters = list(parameters)
+        self._plain = [entry for entry in self._parameters if type(entry) is nn.Parameter and _has_place(entry)]
+        self._places: list[int] = []
+        self._values: list[Tensor] = []
         self._versions: list[int] = []
         self._device = device
         self._random: RandomStreams | None = None
@@ -56,10 +60,22 @@ class Rewind:
         """Remember buffers, attributes and random streams as they are now."""
         self._modules.take()
         self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
+        places = [parameter.data_ptr() for parameter in self._plain]
+        if places != self._places:
+            self._places, self._values = places, [parameter.data for parameter in self._plain]
         self._random = RandomStreams.take(self._device)
+
+    def restore_places(self) -> None:
+        """Put back the storages that parameters had."""
+        for parameter, place, value in zip(self._plain, self._places, self._values, strict=True):
+            if parameter.data_ptr() != place or parameter.shape != value.shape:
+                parameter.data = value
 
     def restore(self) -> None:
         """Put back what `take` remembered."""
+        self.restore_places()
+        # A copy that was written back counts as a write, but it is none of the next attempt's.
+        self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
         self._modules.restore()
         if self._random is not None:
             self._random.restore()
@@ -73,6 +89,10 @@ class Rewind:
     def parameters_moved(self) -> bool:
         """Whether a parameter was changed since `take`."""
         return self._versions != [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
+
+
+def _has_place(parameter: Tensor) -> bool:
+    return parameter.layout is torch.strided and parameter.device.type != "meta"
 
 
 class StateCopy:

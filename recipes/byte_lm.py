@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,15 +82,11 @@ def make_model(context: int = 256, width: int = 128, depth: int = 4, heads: int 
     return ByteGpt(context, width, depth, heads)
 
 
-class Sample(NamedTuple):
-    """A text and, at each of its places, the byte that comes next; both ``(context,)``."""
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Texts of ``context`` bytes, one after the other, from one long text.
 
-    inputs: Tensor
-    targets: Tensor
-
-
-class Windows(Dataset[Sample]):
-    """Texts of ``context`` bytes, one after the other, from one long text."""
+    A sample is a text and, at each of its places, the byte that comes next; both ``(context,)``.
+    """
 
     def __init__(self, text: bytes, context: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -100,12 +95,12 @@ class Windows(Dataset[Sample]):
     def __len__(self) -> int:
         return (len(self._text) - 1) // self._context
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         start = index * self._context
         window = self._text[start : start + self._context + 1].long()
-        return Sample(window[:-1], window[1:])
+        return window[:-1], window[1:]
 
 
 def make_data(context: int = 256, max_bytes: int = 4_000_000) -> Windows:

@@ -104,7 +104,7 @@ def _compare(workload: Workload) -> tuple[list[float], list[float]]:
     return by_hand, by_trainer
 
 
-def _made(workload: Workload) -> tuple[nn.Module, DataLoader[byte_lm.Sample]]:
+def _made(workload: Workload) -> tuple[nn.Module, DataLoader[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
     model = byte_lm.make_model(context=workload.context, width=workload.width)
     data = byte_lm.make_data(context=workload.context, max_bytes=1_000_000)
@@ -153,7 +153,7 @@ def _by_trainer(workload: Workload) -> Callable[[], float]:
     return turn
 
 
-def _for_ever(loader: DataLoader[byte_lm.Sample]) -> Iterator[byte_lm.Sample]:
+def _for_ever(loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield from loader
 

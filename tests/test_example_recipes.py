@@ -39,10 +39,11 @@ def test_a_recipe_says_for_whom_and_has_no_mistake(path):
 def test_text_is_the_same_each_time_and_held_out_files_are_not_trained_on(byte_lm):
     data, again, held_out = byte_lm.make_data(64), byte_lm.make_data(64), byte_lm.make_eval_data(64)
     assert 100_000 < len(data) * 64 <= 4_000_000
-    assert all(torch.equal(data[index].inputs, again[index].inputs) for index in (0, 1000, len(data) - 1))
-    assert torch.equal(data[5].inputs[1:], data[5].targets[:-1])
-    assert torch.equal(data[5].targets[-1:], data[6].inputs[:1])
-    trained, kept = ({bytes(texts[index].inputs.tolist()) for index in range(len(texts))} for texts in (data, held_out))
+    assert all(torch.equal(data[index][0], again[index][0]) for index in (0, 1000, len(data) - 1))
+    (inputs, targets), (following, _) = data[5], data[6]
+    assert torch.equal(inputs[1:], targets[:-1])
+    assert torch.equal(targets[-1:], following[:1])
+    trained, kept = ({bytes(texts[index][0].tolist()) for index in range(len(texts))} for texts in (data, held_out))
     # The same licence may head two files.
     assert len(trained & kept) <= len(kept) / 20
     with pytest.raises(IndexError):

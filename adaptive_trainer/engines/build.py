@@ -33,8 +33,9 @@ def build(wanted: Build, state: TrainState, task: Task) -> Engine:
         if task.budget is not None:
             task.budget.adopt([*state.model.parameters(), *state.model.buffers()])
         if state.optimizer is None:
-            state.optimizer = _optimizer(state.model, task)
-            state.scheduler = None if task.scheduler is None else task.scheduler(state.optimizer)
+            optimizer = _optimizer(state.model, task)
+            state.scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+            state.optimizer = optimizer  # last, so that a schedule which could not be made is asked for again
         if wanted.precision == "fp16" and needs_closure(state.optimizer):
             name = type(state.optimizer).__name__
             raise RecipeError(

@@ -49,11 +49,12 @@ class NativeEngine:
         self._precision.load(state.scaler)
         self._count = task.objective.counter(self.model)
         self._count_items = task.objective.counter(self.model, by_class=False)
-        self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
         self._rewind = Rewind([self.model, *task.objective.modules], self.model.parameters(), task.device)
         # The first time makes room for the copies, so it belongs to the build, which may run out of memory.
         with nullcontext() if task.budget is None else task.budget.paused():
             self._rewind.take()
+        # After all that may fail, because an engine that was never built takes nothing off the model.
+        self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
         self._closure = needs_closure(self._optimizer)
         self._copy: StateCopy | None = None
         self._copies_always = self._closure
@@ -103,6 +104,7 @@ class NativeEngine:
         """Go back to the state that `prepare` remembered. Returns whether that could be done."""
         self._clear_gradients()
         self._precision.reset(self._optimizer)
+        self._rewind.restore_places()
         if self._copy is not None:
             self._copy.restore()
         elif self._rewind.parameters_moved or self._entered:

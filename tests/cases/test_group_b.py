@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from adaptive_trainer import AdaptiveTrainer, LadderExhausted, Plan
+from adaptive_trainer.engines import native
 from adaptive_trainer.testing import inject_oom
 from tests.cases.hooks import OOM, At, at_backward, at_forward, cap, regression, rows_of, rungs
 from tests.cases.runs import assert_close, copied, data, rates, sgd, trainer_of
@@ -230,6 +231,38 @@ def test_case_026_hooks_that_were_cut_off_leave_no_flag_and_no_gathered_weight(t
     assert not hasattr(first, "late")
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("passages", [(1,), (2,), (2, 3, 4)])
+def test_case_026_a_weight_that_was_gathered_in_place_is_a_shard_again(rows, passages):
+    """A hook puts another storage, of another size too, in the place of the parameter's own."""
+    ends = []
+    for fail in ((), passages):
+        model = regression()
+        first = model[0].requires_grad_(False)
+        first.shard = None
+
+        def gather(module, _args):
+            assert module.shard is None
+            module.shard = module.weight.data
+            module.weight.data = torch.cat([module.shard * 2, module.shard])[:rows]
+
+        def scatter(module, _args, _output):
+            module.weight.data, module.shard = module.shard, None
+
+        first.register_forward_pre_hook(gather)
+        first.register_forward_pre_hook(At(*fail))
+        first.register_forward_hook(scatter)
+        model.insert(1, nn.Linear(rows, 8))
+        nn.init.constant_(model[1].weight, 0.1)
+        first.bias = None
+        trainer = trainer_of(model)
+        assert rungs(trainer.fit()) == MORE[: len(fail)]
+        ends.append(trainer)
+    assert ends[1].model[0].weight.shape == (8, 8)
+    assert torch.equal(ends[1].model[0].weight, ends[0].model[0].weight)
+    assert_close(ends[1], ends[0])
+
+
 @pytest.mark.parametrize("fail", [at_forward, at_backward])
 def test_case_026_parametrized_weights_come_back(fail):
     """Spectral norm moves its vectors in each forward; a parametrization keeps what it has computed."""
@@ -403,6 +436,22 @@ def test_case_033_always_out_of_memory_trains_nothing_and_ends(optimizer, attach
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("at", [1, 3, 4])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_case_033_a_run_that_goes_on_after_the_end_of_the_ladder_begins_with_the_batch_that_was_not_used(at, phase):
+    plain = trainer_of()
+    expected = plain.fit()
+    trainer = trainer_of()
+    with inject_oom(step=at, phase=phase, times=math.inf), pytest.raises(LadderExhausted):
+        trainer.fit()
+    trainer._loop.descent.plan = Plan()
+    result = trainer.fit()
+    assert result.steps == 4
+    assert result.epochs == 1
+    assert result.losses == expected.losses[at - 1 :]
+    assert_close(trainer, plain, atol=0)
+
+
 @pytest.mark.parametrize("attach", [at_forward, at_backward])
 @pytest.mark.parametrize("passages", [(1,), (1, 2), (1, 2, 3)])
 def test_case_034_the_first_step_is_a_step_like_any_other(attach, passages):
@@ -568,6 +617,27 @@ def test_case_039_engines_that_were_replaced_are_gone_and_leave_nothing_on_model
     assert len(model._forward_pre_hooks) == 1
 
 
+@pytest.mark.parametrize("allocation", [1, 5, 9, 12])
+@pytest.mark.parametrize("times", [1, math.inf])
+def test_case_039_an_engine_that_could_not_be_built_leaves_nothing_on_the_model(allocation, times):
+    """Its own copies of the buffers and its scaler do not fit."""
+    member = ZOO["cnn_batch_norm"]
+    model = member.make()
+    trainer = AdaptiveTrainer(
+        model, member.data(24), loss=loss, optimizer=sgd, batch_size=8, plan=Plan(precision="fp16"),
+        ladder=["gradient_checkpointing", "empty_cache"], progress=False,
+    )  # fmt: skip
+    with inject_oom(step=2), inject_oom(step=2, phase="build", allocation=allocation, times=times) as injected:
+        if times == 1:
+            assert rungs(trainer.fit()) == ["gradient_checkpointing", "empty_cache"]
+        else:
+            with pytest.raises(LadderExhausted):
+                trainer.fit()
+    assert injected.fired == min(times, 2)
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert len(trainer._loop.state.optimizer._optimizer_step_pre_hooks) == 0
+
+
 def test_case_039_a_model_that_a_function_makes_is_made_once_for_all_engines():
     made = []
 
@@ -610,6 +680,22 @@ def test_case_037_the_copy_to_go_back_to_is_on_the_host(monkeypatch):
     assert loaded == []
     assert copies
     assert all(rest == {"copy": True} for rest in copies)
+
+
+@pytest.mark.parametrize("phase", ["forward", "optimizer"])
+def test_case_037_and_it_is_made_for_the_first_step_alone_whatever_failed_there(monkeypatch, phase):
+    made = []
+
+    class Counted(native.StateCopy):
+        def __init__(self, *args):
+            made.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr(native, "StateCopy", Counted)
+    with inject_oom(step=1, phase=phase):
+        result = trainer_of(optimizer=adam).fit()
+    assert len(result.fallbacks) == 1
+    assert len(made) == 1
 
 
 def test_case_030_the_size_stays_small_after_a_halving():
