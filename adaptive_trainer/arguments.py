@@ -177,12 +177,12 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
         ),
         ("eval_steps" in has and "eval_data" not in has, "eval_steps: nothing is evaluated without eval_data; give it"),
         (
-            values.get("resume") == "must" and "run_dir" not in has,
-            "resume: 'must' needs a run_dir to resume from; give run_dir",
+            values.get("resume") == "must",
+            "resume: 'must' needs a checkpoint, and this version writes none; give resume='auto' or leave it out",
         ),
         (
-            "checkpoint_steps" in has and "run_dir" not in has,
-            "checkpoint_steps: without a run_dir nothing is written; give run_dir",
+            checks.at_least(1)(values.get("checkpoint_steps")),
+            "checkpoint_steps: this version writes no checkpoints; leave it out",
         ),
         (
             values.get("separable") is False and isinstance(micro_batch, int) and not whole,

@@ -36,7 +36,8 @@ class DataError(AdaptiveTrainerError, ValueError):
 class LadderExhausted(AdaptiveTrainerError, RuntimeError):  # noqa: N818  the name is public and fixed
     """The hardware is too small: no rung is left that could help.
 
-    The parameters are those of the last completed step. ``__cause__`` is an exception of the type and text of the
+    The parameters are those of the last completed step, unless the message says that a step was half done and could
+    not be undone. ``__cause__`` is an exception of the type and text of the
     first failure of the trail; the original ones are dead, because a living one would keep its step's tensors alive.
 
     Attributes:

@@ -80,7 +80,8 @@ RECIPES = {
     "unknown choice": ({"reduction": "avg"}, "reduction: got 'avg'; give 'mean' or 'sum'"),
     "yaml's own idea of off": ({"resume": "off"}, "resume: got False; give 'auto', 'never' or 'must' (YAML reads"),
     "unknown device": ({"device": "cudo"}, "device: got 'cudo'; give a device such as 'cpu', 'cuda' or 'cuda:0'"),
-    "nothing to resume from": ({"resume": "must"}, "resume: 'must' needs a run_dir"),
+    "nothing to resume from": ({"resume": "must"}, "resume: 'must' needs a checkpoint, and this version writes none"),
+    "checkpoints": ({"checkpoint_steps": "5"}, "checkpoint_steps: this version writes no checkpoints"),
     "loss and step": ({"step": "bad_parts.vector_loss"}, "step: it replaces the loss"),
     "unknown module": ({"loss": "bad_prats.loss"}, "loss: there is no module 'bad_prats'; did you mean 'bad_parts'?"),
     "unknown name": (

@@ -7,8 +7,7 @@ tested in tests/test_oom.py.
 import builtins
 import gc
 import json
-import os
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -337,9 +336,9 @@ LOADER = {
 
 
 class Failing(Dataset):
-    """Fails at one sample: with an exception, or by ending its process."""
+    """Fails at one sample."""
 
-    def __init__(self, at, error=None):
+    def __init__(self, at, error):
         self._at, self._error = at, error
 
     def __len__(self):
@@ -347,8 +346,6 @@ class Failing(Dataset):
 
     def __getitem__(self, index):
         if index == self._at:
-            if self._error is None:
-                os.kill(os.getpid(), signal.SIGKILL)
             raise self._error
         return torch.randn(8), torch.randn(1)
 
@@ -375,12 +372,34 @@ def test_case_010_case_011_what_a_loader_raises_is_the_same_object(text, place):
     assert {event.event for event in seen} == {"start", "step"}
 
 
+KILLED = """
+import os, signal
+import torch
+from adaptive_trainer import AdaptiveTrainer
+
+class Killed(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        if index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(8), torch.zeros(1)
+
+seen = []
+try:
+    AdaptiveTrainer(torch.nn.Linear(8, 1), Killed(), loss=torch.nn.functional.mse_loss, batch_size=8, shuffle=False,
+                    num_workers=1, callbacks=[seen.append], progress=False).fit()
+except RuntimeError as error:
+    print(error)
+print("out_of_memory" in {event.event for event in seen})
+"""
+
+
 def test_case_011_a_worker_that_the_kernel_kills_ends_the_run_and_says_so():
-    seen = []
-    trainer = trainer_of(samples=Failing(20), batch_size=8, shuffle=False, num_workers=1, callbacks=[seen.append])
-    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
-        trainer.fit()
-    assert "out_of_memory" not in {event.event for event in seen}
+    """In a process of its own: torch's signal handler may raise later, in whatever runs then."""
+    ran = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=100, check=False)
+    assert re.search(r"killed by signal|exited unexpectedly", ran.stdout), ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == "False"
 
 
 def test_case_011_host_memory_in_the_loader_is_not_laddered_either():
