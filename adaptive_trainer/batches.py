@@ -134,7 +134,8 @@ def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
 
 def num_elements(batch: Any) -> int:
     """Elements of all the batch's tensors together: how long a batch is, beside others of as many samples."""
-    return sum(tensor.numel() for tensor in tensors_of(batch))
+    plain = type(batch) in {tuple, list} and all(type(field) is Tensor for field in batch)  # asked once a step
+    return sum(tensor.numel() for tensor in (batch if plain else tensors_of(batch)))
 
 
 def call(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> tuple[Any, Any]:

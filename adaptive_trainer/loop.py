@@ -137,10 +137,11 @@ class Loop:
             LadderExhausted: Memory does not suffice under any plan that the ladder allows.
         """
         started = time.perf_counter()
-        self.open().prepare()
+        engine = self.open()
+        engine.prepare()
         self._face(fetched)
         memory.reset_peak(self.task.device, self.task.budget)
-        committed = self._insist(_attempted)
+        committed = self._insist(engine, _attempted)
         self.track.step += committed.moved
         return Step(
             step=self.track.step,
@@ -159,9 +160,9 @@ class Loop:
         Raises:
             LadderExhausted: Memory does not suffice for the smallest piece.
         """
-        self.open()
+        engine = self.open()
         self._face(fetched)
-        return self._insist(_evaluated)
+        return self._insist(engine, _evaluated)
 
     @contextmanager
     def walking(self, walk: Descent) -> Iterator[None]:
@@ -179,16 +180,17 @@ class Loop:
         self._mark = memory.allocated_bytes(self.task.device, self.task.budget)
         self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch), held_bytes=self._mark))
 
-    def _insist(self, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:
+    def _insist(self, engine: Engine, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:
         """Attempt what is to be done with the batch until it is done."""
         while True:
             cuts = pieces(self.walk.now, self.walk.load, self._traits)
-            outcome = attempt(self.open(), self._batch, cuts)
+            outcome = attempt(engine, self._batch, cuts)
             if not isinstance(outcome, Failure):
                 self.walk.passed(cuts)
                 self._batch = self.track.hint = None
                 return outcome
             self._answer(outcome)
+            engine = self.open()
 
     def count_skips(self, event: Step) -> None:
         """Take amp back when too many steps in a row were skipped; ``event`` is the last one, and is told already.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ _NEAR_BYTES = 1024 * 1024
 # Exactly these types: a subclass may do more on a write than its base, and is kept by reference.
 _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict})
 _STANDARD = frozenset(nn.Module().__dict__)
+_KEPT = frozenset(name for name, value in nn.Module().__dict__.items() if type(value) in _CONTAINERS)
 _values = methodcaller("values")
 
 
@@ -103,9 +104,18 @@ def _refill(container: Any, content: Any) -> None:
 
 
 class _Record:
-    """The attributes of one module: everything in its ``__dict__``."""
+    """The attributes of one module: everything in its ``__dict__``.
 
-    __slots__ = ("_names", "entries", "generators", "plain", "saved")
+    Attributes:
+        entries: The ``__dict__`` itself.
+        quick: Reads what a forward may bind anew, in one call: all but the containers in which every module keeps its
+            parameters, buffers, submodules and hooks, which are changed and not exchanged.
+        seen: What that gave when the module was read.
+        plain: Its tensors, by name, that are no parameters and have no history.
+        generators: Its own random streams.
+    """
+
+    __slots__ = ("_names", "_saved", "entries", "generators", "plain", "quick", "seen")
 
     def __init__(self, module: nn.Module, *, histories: bool) -> None:
         self.entries = module.__dict__
@@ -114,7 +124,11 @@ class _Record:
     def read(self, *, histories: bool) -> None:
         self._names = [*self.entries]
         values = self.entries.values()
-        self.saved = [*values] if histories else [_fade(value) for value in values]
+        self._saved = [*values] if histories else [_fade(value) for value in values]
+        saved = dict(zip(self._names, self._saved, strict=True))
+        quick = [name for name in self._names if name not in _KEPT] or ["_modules"]
+        self.quick: Callable[[Any], Any] = itemgetter(*quick, quick[0])  # of two at least, so that it gives a tuple
+        self.seen = self.quick(saved)
         self.plain = [
             (name, value)
             for name, value in self.entries.items()
@@ -124,14 +138,14 @@ class _Record:
 
     def stands(self) -> bool:
         """Whether nothing was bound anew since it was read."""
-        return [*self.entries] == self._names and all(map(is_, self.entries.values(), self.saved))
+        return [*self.entries] == self._names and all(map(is_, self.entries.values(), self._saved))
 
     def restore(self) -> None:
         if self.stands():
             return
         for name in self.entries.keys() - set(self._names):
             del self.entries[name]
-        for name, value in zip(self._names, self.saved, strict=True):
+        for name, value in zip(self._names, self._saved, strict=True):
             self.entries[name] = _unfade(value)
 
 
@@ -157,11 +171,13 @@ class AttributeSnapshot:
         self._roots = roots
         self._histories = histories
         self._records: dict[nn.Module, _Record] = {}
-        self._entries: list[dict[str, Any]] = []
-        self._saved: list[Any] = []
+        self._lengths: list[int] = []
+        self._seen: list[Any] = []
         self._generators: list[Any] = []
         self._children: list[nn.Module | None] = []
         self._trees: list[MutableMapping[str, nn.Module | None]] = []
+        self._buffers: list[MutableMapping[str, Tensor | None]] = []
+        self._empty: list[Any] = []
         self._own: list[Any] = []
         self._users: list[Any] = []
         self._contents: list[Any] = []
@@ -169,39 +185,45 @@ class AttributeSnapshot:
 
     def take(self) -> bool:
         """Record the attributes as they are; whether any was bound anew since the last time."""
-        stale = self._reread()
         # Modules came or went exactly if the known modules' children, one after the other, are other objects now.
-        children = [*chain.from_iterable(map(_values, self._trees))]
-        moved = stale or not self._records or not _same(children, self._children)
-        if moved:
-            self._walk()
-        contents = [container.copy() if container else None for container in self._own]
-        contents += [_content(container, histories=self._histories) if container else None for container in self._users]
-        self._contents = contents
+        moved = not self._is_as_read() or not _same([*chain.from_iterable(map(_values, self._trees))], self._children)
+        if moved or any(self._empty):
+            self._read()
+        self._contents = [container.copy() for container in self._own]
+        self._contents += [_content(container, histories=self._histories) for container in self._users]
         self._rewinds = [rewinding(generator) for generator in self._generators]
         return moved
 
-    def _reread(self) -> bool:
-        """Read the modules again whose attributes were bound anew since the last time; whether there were any."""
-        # All attributes of all modules in one comparison, since nearly always none has changed.
-        if _same([*chain.from_iterable(map(_values, self._entries))], self._saved):
+    def _is_as_read(self) -> bool:
+        """Whether no module has got another attribute since it was read. Asked before every step, of all modules."""
+        records = self._records.values()
+        if not records or [len(record.entries) for record in records] != self._lengths:
             return False
-        stale = [record for record in self._records.values() if not record.stands()]
-        for record in stale:
-            record.read(histories=self._histories)
-        return bool(stale)
+        try:
+            now = [record.quick(record.entries) for record in records]
+        except KeyError:
+            return False
+        return all(map(is_, chain.from_iterable(now), self._seen))
 
-    def _walk(self) -> None:
-        modules = dict.fromkeys(chain.from_iterable(root.modules() for root in self._roots))
+    def _read(self) -> None:
+        """Read anew whatever is not as it was, and sort what there is."""
         known = self._records
-        self._records = {module: known.get(module) or _Record(module, histories=self._histories) for module in modules}
-        self._entries = [record.entries for record in self._records.values()]
-        self._saved = [*chain.from_iterable(record.saved for record in self._records.values())]
-        self._trees = [entries["_modules"] for entries in self._entries]
+        self._records = {}
+        for module in dict.fromkeys(chain.from_iterable(root.modules() for root in self._roots)):
+            record = known.get(module) or _Record(module, histories=self._histories)
+            if not record.stands():
+                record.read(histories=self._histories)
+            self._records[module] = record
+        records = self._records.values()
+        self._lengths = [len(record.entries) for record in records]
+        self._seen = [*chain.from_iterable(record.seen for record in records)]
+        self._generators = [*chain.from_iterable(record.generators for record in records)]
+        self._trees = [tree for record in records if (tree := record.entries["_modules"])]
         self._children = [*chain.from_iterable(map(_values, self._trees))]
-        self._generators = [*chain.from_iterable(record.generators for record in self._records.values())]
-        found = [item for entries in self._entries for item in entries.items() if type(item[1]) in _CONTAINERS]
-        self._own = [value for name, value in found if name in _STANDARD]
+        self._buffers = [buffers for record in records if (buffers := record.entries["_buffers"])]
+        found = [item for record in records for item in record.entries.items() if type(item[1]) in _CONTAINERS]
+        self._own = [value for name, value in found if name in _STANDARD and value]
+        self._empty = [value for name, value in found if name in _STANDARD and not value]
         self._users = [value for name, value in found if name not in _STANDARD]
 
     def restore(self) -> None:
@@ -209,16 +231,15 @@ class AttributeSnapshot:
         for record in self._records.values():
             record.restore()
         for container, content in zip([*self._own, *self._users], self._contents, strict=True):
-            if content is not None:
-                _refill(container, content)
-            elif container:
-                container.clear()
+            _refill(container, content)
+        for container in filter(None, self._empty):
+            container.clear()
         for rewind in self._rewinds:
             rewind()
 
     def buffers(self) -> list[Tensor | None]:
         """All buffers, module after module."""
-        return [*chain.from_iterable(record.entries["_buffers"].values() for record in self._records.values())]
+        return [*chain.from_iterable(map(_values, self._buffers))]
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """All buffers and plain tensor attributes that can be written into."""

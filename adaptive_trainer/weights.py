@@ -32,8 +32,12 @@ _REDUCTIONS = {"mean": "mean", "batchmean": "mean", "sum": "sum", "none": "none"
 class ItemCounter(Protocol):
     """How many items the loss of a batch, or of a piece of one, averages over."""
 
-    def __call__(self, batch: Any, num_samples: int | None = None) -> float:
-        """The count; ``num_samples`` is used where samples are counted, instead of asking the batch."""
+    def __call__(self, batch: Any, num_samples: int | None = None, *, whole: bool = False) -> float:
+        """The count; ``num_samples`` is used where samples are counted, instead of asking the batch.
+
+        Of a ``whole`` batch, which no other piece is weighed against, it only matters whether there is an item at all:
+        then any positive number may come.
+        """
 
 
 def item_counter(
@@ -51,16 +55,18 @@ def item_counter(
     """
     if user_weight is not None:
 
-        def weigh(batch: Any, num_samples: int | None = None) -> float:
-            del num_samples
+        def weigh(batch: Any, num_samples: int | None = None, *, whole: bool = False) -> float:
+            del num_samples, whole
             return float(user_weight(batch))
 
         return weigh
     rule = _Rule(loss, by_class=by_class) if loss is not None else _rule_of(_unwrapped(model))
 
-    def count(batch: Any, num_samples: int | None = None) -> float:
+    def count(batch: Any, num_samples: int | None = None, *, whole: bool = False) -> float:
         labels = _labels(batch)
         if rule.by_labels and isinstance(labels, Tensor) and _is_integer(labels):
+            if whole and rule.begins_with_an_item(labels):
+                return 1
             return rule.count(labels)
         if num_samples is None:
             has_samples = is_array(labels) and labels.ndim > 0
@@ -115,11 +121,22 @@ class _Rule:
     by_labels: bool = True
     by_class: bool = True
 
+    def begins_with_an_item(self, labels: Tensor) -> bool:
+        """Whether the first label counts: far cheaper than counting, and nearly always true."""
+        if self.shifted or not labels.numel() or (self.by_class and _class_weights(self.loss) is not None):
+            return False
+        return bool(labels[(0,) * labels.dim()].item() != self._ignored())
+
+    def _ignored(self) -> int:
+        ignored = _setting(self.loss, "ignore_index")
+        return self.ignored if ignored is None else ignored
+
     def count(self, labels: Tensor) -> float:
         if self.shifted and labels.dim():
             labels = labels[..., 1:]
-        ignored = _setting(self.loss, "ignore_index")
-        counted = labels != (self.ignored if ignored is None else ignored)
+        ignored, kind = self._ignored(), torch.iinfo(labels.dtype)
+        # Torch wraps what a type cannot hold: -100 is 156 to a uint8, which is a class like any other.
+        counted = labels != ignored if kind.min <= ignored <= kind.max else torch.ones_like(labels, dtype=torch.bool)
         classes = _class_weights(self.loss) if self.by_class else None
         if classes is None:
             return int(counted.sum())

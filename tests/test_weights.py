@@ -367,3 +367,16 @@ def test_models_whose_mean_is_over_something_else_than_valid_labels():
 def test_a_users_loss_on_a_shifting_model_sees_all_labels(transformers):
     labels = torch.zeros(2, 5, dtype=torch.int64)
     assert item_counter(llama(transformers), nn.CrossEntropyLoss(), None)({"labels": labels}) == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_a_class_that_the_ignored_label_would_wrap_to_is_counted(dtype):
+    labels = torch.tensor([100, 12, 100]).to(dtype) if dtype is torch.int8 else torch.tensor([156, 12, 156]).to(dtype)
+    assert item_counter(nn.Linear(1, 1), nn.CrossEntropyLoss(), None)((torch.zeros(3, 1), labels)) == 3
+
+
+def test_of_a_whole_batch_it_only_matters_whether_there_is_an_item():
+    count = item_counter(nn.Linear(1, 1), nn.CrossEntropyLoss(), None)
+    for labels in ([-100, -100, 2], [1, -100, 2], [-100, -100, -100], []):
+        batch = (torch.zeros(len(labels), 1), torch.tensor(labels, dtype=torch.long))
+        assert bool(count(batch, whole=True)) is bool(count(batch))

@@ -122,7 +122,8 @@ class NativeEngine:
     def _gradients(self, batch: Any, sizes: tuple[int, ...]) -> Tensor:
         """Accumulate the gradients of the whole batch's loss, which is returned without its graph."""
         pieces = cut(batch, sum(sizes), sizes)
-        counts = [self._count(piece, size or None) for piece, size in zip(pieces, sizes, strict=True)]
+        whole = len(sizes) == 1
+        counts = [self._count(piece, size or None, whole=whole) for piece, size in zip(pieces, sizes, strict=True)]
         if self._objective.step is not None and self._objective.weight is None:
             return self._gradients_weighted_afterwards(pieces, sum(counts) or 1.0)
         parts = shares(counts, "sum" if self._objective.sums else "mean")
