@@ -89,7 +89,8 @@ def cut(batch: Any, num_samples: int, sizes: Sequence[int]) -> list[Any]:
     """
     assert sum(sizes) == num_samples, "pieces use each sample once"  # noqa: S101  our own invariant
     if len(sizes) == 1:
-        return [fresh(batch)]
+        plain = type(batch) in {tuple, list} and all(type(field) is Tensor for field in batch)  # asked once a step
+        return [type(batch)(batch) if plain else fresh(batch)]
     bounds = list(pairwise(accumulate(sizes, initial=0)))
     knife = _Knife(num_samples, bounds, rows_elsewhere=_has_rows_of_arrays(batch, num_samples))
     pieces = knife.cut(batch, "batch", top=True)

@@ -6,7 +6,8 @@ others, such as accumulation, are computed and never stored, so that they cannot
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -78,12 +79,7 @@ class Plan:
     @property
     def build(self) -> Build:
         """What an engine is built for."""
-        return Build(
-            gradient_checkpointing=self.gradient_checkpointing,
-            precision=self.precision,
-            zero_stage=self.zero_stage,
-            offload=self.offload,
-        )
+        return _build_of(self)
 
     def accumulation(self, num_samples: int | None) -> int | None:
         """The number of micro-batches for a process's ``num_samples`` of one step; None where that is unknown."""
@@ -110,6 +106,11 @@ class Plan:
         if self.offload != "none":
             parts.append(f"{self.offload} offloaded")
         return ", ".join(parts)
+
+
+@cache  # asked before every step; a run has a handful of plans
+def _build_of(plan: Plan) -> Build:
+    return Build(**{entry.name: getattr(plan, entry.name) for entry in fields(Build)})
 
 
 def _depth(plan: Plan) -> tuple[float, int, int, int, int]:

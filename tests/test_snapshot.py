@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaptive_trainer import streams
 from adaptive_trainer.snapshot import AttributeSnapshot, ModuleSnapshot
 from adaptive_trainer.streams import HostStreams, RandomStreams
 
@@ -529,3 +530,21 @@ def test_a_kept_half_of_a_normal_pair_that_is_used_up_is_noticed():
     HostStreams.take()
     numpy_random.standard_normal()
     assert HostStreams.take().numpy["has_gauss"] == 0
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 3, 623, 624, 625, 1248])
+@pytest.mark.parametrize("draw", ["random", "gauss", "normalvariate"])
+def test_pythons_stream_is_read_right_although_python_is_not_always_asked(draw, draws):
+    random.seed(5)
+    getattr(random, draw)(*([0, 1] if draw != "random" else []))
+    for _ in range(3):
+        HostStreams.take()
+        for _ in range(draws):
+            getattr(random, draw)(*([0, 1] if draw != "random" else []))
+        assert HostStreams.take().python == random.getstate()
+    random.seed(7)
+    assert HostStreams.take().python == random.getstate()
+
+
+def test_the_place_of_pythons_stream_was_found():
+    assert streams._python._is_there
