@@ -40,6 +40,7 @@ class Workload:
     Attributes:
         context: Bytes of a sample.
         width: Features of the model.
+        depth: Blocks of the model; what the trainer asks of a module costs a microsecond or two each step.
         batch_size: Samples of a step.
         steps: Steps of a turn; the first one is not timed.
         turns: How often each contestant is on.
@@ -48,14 +49,16 @@ class Workload:
     name: str
     context: int
     width: int
+    depth: int
     batch_size: int
     steps: int
     turns: int
 
 
 WORKLOADS = (
-    Workload("10ms", context=32, width=64, batch_size=9, steps=31, turns=40),
-    Workload("100ms", context=128, width=128, batch_size=12, steps=6, turns=40),
+    Workload("10ms", context=32, width=128, depth=2, batch_size=10, steps=31, turns=40),
+    Workload("10ms_deep", context=32, width=64, depth=4, batch_size=9, steps=31, turns=40),
+    Workload("100ms", context=128, width=128, depth=4, batch_size=12, steps=7, turns=40),
 )
 
 
@@ -106,7 +109,7 @@ def _compare(workload: Workload) -> tuple[list[float], list[float]]:
 
 def _made(workload: Workload) -> tuple[nn.Module, DataLoader[tuple[Tensor, Tensor]]]:
     torch.manual_seed(0)
-    model = byte_lm.make_model(context=workload.context, width=workload.width)
+    model = byte_lm.make_model(context=workload.context, width=workload.width, depth=workload.depth)
     data = byte_lm.make_data(context=workload.context, max_bytes=1_000_000)
     generator = torch.Generator().manual_seed(0)
     return model, DataLoader(data, batch_size=workload.batch_size, shuffle=True, drop_last=True, generator=generator)
