@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,22 +29,32 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], run_dir: Path | None) -> None:
         # Imported here, because accelerate costs more to import than all of this package.
-        from accelerate import tracking  # noqa: PLC0415, TID251
+        from accelerate import PartialState, tracking  # noqa: PLC0415, TID251
 
-        folder = run_dir or Path("runs")
-        available = [str(getattr(name, "value", name)) for name in tracking.filter_trackers(list(names), str(folder))]
-        missing = [name for name in names if name not in available and name != "all"]
-        if missing:
+        installed = [str(entry.value) for entry in tracking.get_available_trackers()]
+        wanted = list(dict.fromkeys(installed if "all" in names else names))
+        missing = [name for name in wanted if name not in installed]
+        if missing or not wanted:
+            lacking = ", ".join(missing) or "any tracker"
             raise RecipeError(
-                f"trackers: the package of {', '.join(missing)} is not installed; type pip install {missing[0]}"
+                f"trackers: the package of {lacking} is not installed; "
+                f"type pip install {' '.join(missing) or 'tensorboard'}, or leave trackers out"
             )
+        PartialState()  # accelerate's trackers refuse to work without it
+        folder = str(run_dir or Path("runs"))
         self._trackers: list[Any] = []
-        for name in available:
+        for name in wanted:
             known = tracking.LOGGER_TYPE_TO_CLASS[name]
-            folders = {"logging_dir": str(folder)} if known.requires_logging_directory else {}
+            folders = {"logging_dir": folder} if known.requires_logging_directory else {}
             self._trackers.append(known(_PROJECT, **folders))
+        self._closing = ExitStack()
 
     def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                tracker.start()
+                stack.callback(tracker.finish)
+            self._closing = stack.pop_all()
         return self
 
     def __call__(self, event: Event) -> None:
@@ -61,5 +72,4 @@ class Trackers:
         return []
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for tracker in self._trackers:
-            tracker.finish()
+        self._closing.close()

@@ -10,6 +10,7 @@ from adaptive_trainer.cli import main
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.events import (
     Cause,
+    Checkpoint,
     Climb,
     Evaluate,
     Fallback,
@@ -210,3 +211,83 @@ def test_a_journal_with_nothing_recognisable_exits_with_3(run_dir, capsys, conte
     (run_dir / "journal.jsonl").write_text(content)
     assert main(["report", str(run_dir)]) == 3
     assert "nothing in its journal was recognised" in capsys.readouterr().err
+
+
+LARGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"event": "evaluate", "metrics": {"loss": 1}}',
+        '{"event": "evaluate", "step": 1, "metrics": null}',
+        '{"event": "evaluate", "step": 1, "metrics": {"loss": "low"}}',
+        f'{{"event": "evaluate", "step": 1, "metrics": {{"loss": {LARGE}}}}}',
+        '{"event": "out_of_memory", "step": 1, "requested_bytes": "2 GiB"}',
+        '{"event": "out_of_memory", "step": 1, "free_bytes": Infinity}',
+        f'{{"event": "out_of_memory", "step": 1, "total_bytes": {LARGE}}}',
+        '{"event": "out_of_memory", "step": "x"}',
+        '{"event": "out_of_memory", "step": 1.5}',
+        '{"event": "out_of_memory", "step": 1, "phase": ["forward"]}',
+        '{"event": "out_of_memory", "step": 1, "plan": "micro-batch 4"}',
+        '{"event": "fallback", "step": 0, "old": 3}',
+        '{"event": "fallback", "step": 0, "scope": []}',
+        '{"event": "step", "step": true, "loss": 1}',
+        '{"event": "step", "step": 1, "loss": "1"}',
+        '{"event": "step", "step": 1, "seconds": NaN}',
+        '{"event": "step", "step": 1, "seconds": 1e300}',
+        '{"event": "finish", "step": 1, "peak_bytes": {}}',
+        '{"event": ["step"], "step": 1}',
+        '{"step": 1}',
+        "[1]",
+    ],
+)
+def test_a_row_that_is_not_as_rows_are_counts_for_nothing(run_dir, capsys, damage):
+    run_dir.mkdir(parents=True)
+    (run_dir / "journal.jsonl").write_text(f"{damage}\n")
+    assert main(["report", str(run_dir)]) == 3
+    write(run_dir, EVENTS)
+    whole = drawn(run_dir)
+    (run_dir / "journal.jsonl").unlink()
+    write(run_dir, EVENTS)
+    assert whole == drawn(run_dir)
+    assert main(["report", str(run_dir)]) == 0
+
+
+@pytest.mark.parametrize(
+    "plan", [{}, {"micro_batch": "4"}, {"precision": ["fp32"]}, {"zero_stage": {}}, {"micro_batch": 4, "offload": 1}]
+)
+def test_a_plan_that_makes_no_sense_is_shown_as_it_is(run_dir, plan):
+    row = {"event": "fallback", "step": 1, "rung": "half \ud800", "old": plan, "new": plan}
+    run_dir.mkdir(parents=True)
+    (run_dir / "journal.jsonl").write_text(json.dumps(row))
+    text = drawn(run_dir)
+    text.encode()
+    assert "again" in row_with(text, "half")
+
+
+def test_a_row_of_another_version_with_fewer_keys_is_still_shown(run_dir):
+    run_dir.mkdir(parents=True)
+    rows = [{"event": event, "step": 1} for event in ("start", "step", "out_of_memory", "fallback", "evaluate")]
+    (run_dir / "journal.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(read_history(run_dir).rows) == 5
+    assert "unknown" in drawn(run_dir)
+
+
+def test_every_row_that_the_journal_writes_is_recognised(run_dir):
+    events = (
+        *EVENTS,
+        step(4, float("nan")),
+        Climb(step=4, old=HALF, new=WHOLE),
+        Evaluate(step=4, metrics={"loss": float("inf")}),
+        Checkpoint(step=4, path="there", num_bytes=3, seconds=0.5),
+        OutOfMemory(step=4, phase=Phase.FORWARD, message="no", plan=WHOLE),
+    )
+    write(run_dir, events)
+    assert [row["event"] for row in read_history(run_dir).rows] == [event.event for event in events]
+    assert "unknown" in drawn(run_dir)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_wrong_input(tmp_path):
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_history(tmp_path / ("long" * 100))

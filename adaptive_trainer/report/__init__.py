@@ -1,10 +1,15 @@
-"""What a run's journal tells, as values; the modules beside this one draw it."""
+"""What a run's journal tells, as values; the modules beside this one draw it.
+
+A journal may have been cut by a crash, edited, or written by another program. `_KEYS` says what a row has to hold; one
+that holds something else is passed over, so that what draws a row need not doubt it.
+"""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.journal import JOURNAL_NAME, read
@@ -16,7 +21,64 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
-_KNOWN_EVENTS = {"start", "step", "out_of_memory", "fallback", "climb", "evaluate", "checkpoint", "finish"}
+# What a row may hold.
+
+
+def _is_number(value: object, most: float = sys.float_info.max) -> bool:
+    """Whether it is a finite number, and one that a float can hold: JSON knows larger ones."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -most <= value <= most
+
+
+def _is_amount(value: object) -> bool:
+    """Whether it is a number of bytes, samples or seconds that can be added up and put into words."""
+    return _is_number(value, 1e18) and cast("float", value) >= 0
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_amount(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_metrics(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_optional(_is_number), value.values()))
+
+
+def _optional(check: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or check(value)
+
+
+#: What the keys of a row hold, by event. A key may be missing, where an older version had none; ``step`` may not.
+_KEYS: dict[str, dict[str, Callable[[object], bool]]] = {
+    "start": {"plan": _is_mapping},
+    "step": {"loss": _optional(_is_number), "seconds": _is_amount, "peak_bytes": _optional(_is_amount)},
+    "out_of_memory": {
+        "phase": _is_text, "cause": _is_text, "plan": _is_mapping, "requested_bytes": _optional(_is_amount),
+        "allocated_bytes": _optional(_is_amount), "free_bytes": _optional(_is_amount),
+        "total_bytes": _optional(_is_amount),
+    },
+    "fallback": {
+        "rung": _is_text, "old": _is_mapping, "new": _is_mapping, "fidelity": _is_text, "scope": _is_text,
+    },
+    "climb": {"old": _is_mapping, "new": _is_mapping},
+    "evaluate": {"metrics": _is_metrics},
+    "checkpoint": {},
+    "finish": {"plan": _is_mapping, "peak_bytes": _optional(_is_amount)},
+}  # fmt: skip
+
+
+def _is_known(row: Row) -> bool:
+    """Whether a row is of a known event and holds what that event's rows hold."""
+    event = row.get("event")
+    if not isinstance(event, str) or event not in _KEYS or not _is_count(row.get("step")):
+        return False
+    return all(check(row[key]) for key, check in _KEYS[event].items() if key in row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +100,7 @@ class History:
 
     Attributes:
         run_dir: The run's folder.
-        rows: All rows with a known event, in the order written.
+        rows: All rows that are what the journal's rows are, in the order written.
         steps: One row for each optimizer step, by number; of steps that were done again after a crash, the last.
     """
 
@@ -63,17 +125,17 @@ class History:
     @property
     def seconds(self) -> float:
         """The sum of all steps' seconds, those done again after a crash counted once."""
-        return sum(float(row["seconds"]) for row in self.steps.values() if _is_number(row.get("seconds")))
+        return sum(float(row.get("seconds", 0)) for row in self.steps.values())
 
     @property
     def losses(self) -> list[float]:
         """The losses of the steps in their order, without those that were not finite."""
-        return [self.steps[step]["loss"] for step in sorted(self.steps) if _is_number(self.steps[step].get("loss"))]
+        return [row["loss"] for _, row in sorted(self.steps.items()) if row.get("loss") is not None]
 
     @property
     def peak_bytes(self) -> int | None:
         """The highest memory use of a step; None where nothing measured it."""
-        return max((row["peak_bytes"] for row in self.rows if _is_number(row.get("peak_bytes"))), default=None)
+        return max((row["peak_bytes"] for row in self.rows if row.get("peak_bytes") is not None), default=None)
 
     def of(self, event: str) -> list[Row]:
         """All rows of one event."""
@@ -84,8 +146,17 @@ def read_history(run_dir: Path) -> History | None:
     """The history of a run; None if its journal holds nothing that is known.
 
     Raises:
-        RecipeError: There is no such folder, or no journal in it.
+        RecipeError: There is no such folder, or no journal in it, or it cannot be read.
     """
+    try:
+        path = _journal_of(run_dir)
+    except OSError as error:
+        raise RecipeError(f"{run_dir}: it cannot be read ({error.strerror}); type the run_dir of a run") from None
+    rows = tuple(row for row in read(path) if _is_known(row))
+    return History(run_dir, rows, {row["step"]: row for row in rows if row["event"] == "step"}) if rows else None
+
+
+def _journal_of(run_dir: Path) -> Path:
     path = run_dir / JOURNAL_NAME
     if not run_dir.is_dir():
         near = _near(run_dir.name, run_dir.parent, lambda place: (place / JOURNAL_NAME).is_file())
@@ -94,9 +165,7 @@ def read_history(run_dir: Path) -> History | None:
         runs = [place for place in sorted(run_dir.iterdir()) if (place / JOURNAL_NAME).is_file()]
         inside = f"; did you mean {', '.join(map(str, runs[:3]))}?" if runs else "; type the run_dir of a run"
         raise RecipeError(f"{run_dir}: there is no {JOURNAL_NAME} in it{inside}")
-    rows = tuple(row for row in read(path) if row.get("event") in _KNOWN_EVENTS)
-    steps = {row["step"]: row for row in rows if row["event"] == "step" and _is_number(row.get("step"))}
-    return History(run_dir, rows, steps) if rows else None
+    return path
 
 
 def transitions(rows: Iterable[Row]) -> list[Transition]:
@@ -131,7 +200,3 @@ def _near(name: str, folder: Path, is_run: Callable[[Path], bool]) -> str:
     runs = [place for place in folder.iterdir() if is_run(place)] if folder.is_dir() else []
     found = difflib.get_close_matches(name, [place.name for place in runs], n=2)
     return f"; did you mean {' or '.join(str(folder / near) for near in found)}?" if found else ""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -109,8 +109,8 @@ def _evaluations(history: History) -> Table:
     rows = history.of("evaluate")
     names = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
     table = Table(title="evaluations", title_justify="left", title_style="bold")
-    for column in ("step", *names):
-        table.add_column(Text(column))
+    for column in _cells("step", *names):
+        table.add_column(column)
     for row in rows:
         values = (row.get("metrics", {}).get(name) for name in names)
         table.add_row(*_cells(row["step"], *("-" if value is None else f"{value:.6g}" for value in values)))
@@ -118,5 +118,6 @@ def _evaluations(history: History) -> Table:
 
 
 def _cells(*values: object) -> list[Text]:
-    # Texts of the user's own making may hold brackets, which rich would read as markup.
-    return [Text(str(value)) for value in values]
+    # Texts of the user's own making may hold brackets, which rich would read as markup, and halves of characters, which
+    # no screen takes.
+    return [Text(str(value).encode("utf-8", "replace").decode()) for value in values]
