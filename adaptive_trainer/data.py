@@ -191,8 +191,16 @@ class Source:
         return Fetched(batch, self._batch_size)
 
     def give_back(self, fetched: Fetched) -> None:
-        """Let the batch taken last be the next one again, because its step was not done."""
+        """Let the batch taken last be the next one again, as long as its step is not done."""
         self._given_back = fetched
+
+    def keep(self) -> None:
+        """The step of the batch taken last is done."""
+        self._given_back = None
+
+    def end_epoch(self) -> None:
+        """All batches that the epoch has were taken, which need not be asked for once more."""
+        self._iterator = None
 
 
 def _holds_samples(data: Any, batch_size: int | None) -> bool:

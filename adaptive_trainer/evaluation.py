@@ -49,7 +49,8 @@ class Evaluation:
         engine = loop.open()
         # The build is the training's; the evaluation's own is the micro-batch, and what it had to take back.
         self._walk.follow(loop.descent.plan)
-        with _undisturbed(engine.model, loop.task.device), loop.walking(self._walk):
+        modules = [engine.model, *loop.task.objective.modules]
+        with _undisturbed(modules, loop.task.device), loop.walking(self._walk):
             source.begin_epoch(0)
             while (fetched := source.next()) is not None:
                 found += loop.evaluate(fetched)
@@ -76,11 +77,12 @@ def _keeping_the_build(rung: Rung) -> Rung:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model in evaluation mode; its flags and the random streams come back afterwards."""
+def _undisturbed(roots: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """The modules in evaluation mode; their flags and the random streams come back afterwards."""
     streams = RandomStreams.take(device)
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+    flags = [(module, module.training) for root in roots for module in root.modules()]
+    for root in roots:
+        root.eval()
     try:
         yield
     finally:

@@ -141,7 +141,11 @@ class Loop:
         engine.prepare()
         self._face(fetched)
         memory.reset_peak(self.task.device, self.task.budget)
-        committed = self._insist(engine, _attempted)
+        try:
+            committed = self._insist(engine, _attempted)
+        finally:
+            if self._batch is not None:
+                self._abandon()
         self.track.step += committed.moved
         return Step(
             step=self.track.step,
@@ -153,6 +157,12 @@ class Loop:
             peak_bytes=memory.peak_bytes(self.task.device, self.task.budget),
             skipped=not committed.moved,
         )
+
+    def _abandon(self) -> None:
+        """Leave no half of a step behind that something else than memory ends: another call of fit does it again."""
+        self._batch = None
+        if self.engine is not None:
+            self.engine.discard()
 
     def evaluate(self, fetched: Fetched) -> Evaluated:
         """Measure one batch; nothing moves.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from adaptive_trainer.errors import DataError, LadderExhausted
+from adaptive_trainer.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,17 +79,18 @@ class Run:
             fetched = self._source.next()
             if fetched is None:
                 return True
-            try:
-                event = self._loop.step(fetched)
-            except LadderExhausted:
-                self._source.give_back(fetched)  # the step was undone, and another call of fit goes on with it
-                raise
+            self._source.give_back(fetched)  # until its step is done: another call of fit goes on with it
+            event = self._loop.step(fetched)
+            self._source.keep()
             del fetched
             self._record(event)
             self._loop.count_skips(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
-        return self._source.num_taken == self._source.num_batches
+        if self._source.num_taken != self._source.num_batches:
+            return False
+        self._source.end_epoch()
+        return True
 
     def _out_of_batches(self) -> None:
         if self.epochs == 0:

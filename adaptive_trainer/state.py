@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from adaptive_trainer.snapshot import ModuleSnapshot
 from adaptive_trainer.streams import RandomStreams
@@ -14,7 +16,6 @@ from adaptive_trainer.streams import RandomStreams
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
 
@@ -28,6 +29,8 @@ class TrainState:
         scheduler: Stepped once for each optimizer step; None if the user gave none.
         scaler: The fp16 gradient scaler's state, empty in other precisions.
         optimizer_has_stepped: Its state exists, so that a later step allocates little.
+        forward_moves_parameters: The model's forward changes parameters (an average of others, say), so that every
+            step needs a copy of them to be undone.
     """
 
     model: nn.Module
@@ -35,6 +38,7 @@ class TrainState:
     scheduler: LRScheduler | None = None
     scaler: dict[str, Any] = field(default_factory=dict)
     optimizer_has_stepped: bool = False
+    forward_moves_parameters: bool = False
 
 
 class Rewind:
@@ -96,20 +100,29 @@ def _has_place(parameter: Tensor) -> bool:
 
 
 class StateCopy:
-    """A copy on the host of all that a commit moves: parameters, optimizer state and groups, schedule.
+    """A copy on the host of all that a commit moves: parameters, and all that an optimizer keeps.
 
     An optimizer step that fails half-way cannot simply be done again: a foreach Adam has counted its step and moved
-    its moments before the allocation that failed. From this copy it can.
+    its moments before the allocation that failed. From this copy it can. An optimizer within an optimizer is copied
+    with it.
     """
 
     def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-        self._parameters = [(parameter, _to_host(parameter)) for parameter in parameters]
+        # A lazy parameter has no value yet, and none to come back to.
+        self._parameters = [(parameter, _to_host(parameter)) for parameter in parameters if not is_lazy(parameter)]
         self._optimizer = optimizer
         self._state = [(parameter, _copied(state)) for parameter, state in optimizer.state.items()]
         self._groups = [
             {key: value if key == "params" else _copied(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
+        own = {name: value for name, value in vars(optimizer).items() if name not in _KEPT_BY_TORCH}
+        self._attributes = {name: _copied(value) for name, value in own.items() if not isinstance(value, Optimizer)}
+        self._inner = [StateCopy((), value) for value in own.values() if isinstance(value, Optimizer)]
+
+    def differs(self) -> bool:
+        """Whether a parameter is not, bit for bit, what it was; writes through ``.data`` show only so."""
+        return not all(torch.equal(parameter.detach().cpu(), value) for parameter, value in self._parameters)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -122,9 +135,27 @@ class StateCopy:
             del state[key]
         for key, value in before.items():
             state[key] = _put_back(state.get(key), value, key)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name, value in saved.items():
-                group[name] = value if name == "params" else _put_back(group.get(name), value, None)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=False):
+            _put_back_entries(group, saved)
+        own = {name for name in vars(self._optimizer) if name not in _KEPT_BY_TORCH}
+        inner = {name for name in own if isinstance(vars(self._optimizer)[name], Optimizer)}
+        for name in own - inner - self._attributes.keys():
+            delattr(self._optimizer, name)
+        for name, value in self._attributes.items():
+            setattr(self._optimizer, name, _put_back(vars(self._optimizer).get(name), value, None))
+        for copy in self._inner:
+            copy.restore()
+
+
+#: What every optimizer has: copied by name above, or hooks, which no step moves.
+_KEPT_BY_TORCH = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
+
+
+def _put_back_entries(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in group.keys() - saved.keys():
+        del group[name]
+    for name, value in saved.items():
+        group[name] = value if name == "params" else _put_back(group.get(name), value, None)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -141,8 +141,8 @@ class RandomStreams:
         memory.set_rng_state(self.device, self.own)
 
     def moved(self) -> bool:
-        """Whether torch drew a random number, on the host or on the device, since these were taken."""
-        if not torch.equal(self.cpu, torch.get_rng_state()):
+        """Whether a random number was drawn, on the host or on the device, since these were taken."""
+        if not (torch.equal(self.cpu, torch.get_rng_state()) and self.host.equal_to(HostStreams.take())):
             return True
         own = None if self.own is None else memory.rng_state(self.device)
         return self.own is not None and own is not None and not torch.equal(self.own, own)

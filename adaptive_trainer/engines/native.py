@@ -42,9 +42,7 @@ class NativeEngine:
         self._track = task.track
         self._objective = task.objective
         self._optimizer: Optimizer = state.optimizer
-        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        # What the optimizer was not given gets gradients all the same, and they are part of what an attempt leaves.
-        self._with_gradients = list(dict.fromkeys([*self._parameters, *self.model.parameters()]))
+        self._read_parameters()
         self._precision = precision.of(build.precision, task.device)
         self._precision.load(state.scaler)
         self._count = task.objective.counter(self.model)
@@ -57,20 +55,24 @@ class NativeEngine:
         self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
         self._closure = needs_closure(self._optimizer)
         self._copy: StateCopy | None = None
-        self._copies_always = self._closure
+        self._state.forward_moves_parameters = state.forward_moves_parameters or self._closure
         self._entered = False
-        self._entering = self._optimizer.register_step_pre_hook(self._enter)
+        # A wrapper around an optimizer may lack what torch's base class gives; it counts as begun from the start.
+        has_hooks = hasattr(self._optimizer, "_optimizer_step_pre_hooks")
+        self._entering = self._optimizer.register_step_pre_hook(self._enter) if has_hooks else None
 
     # One step, from prepare to commit.
 
     def prepare(self) -> None:
         """Remember the state from which the next step starts."""
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._parameters):
+            self._read_parameters()  # the user has added a group, as people do who unfreeze layer by layer
         self._clear_gradients()
         self._copy, self._entered = None, False
-        if self._copies_always or not self._state.optimizer_has_stepped:
+        if self._state.forward_moves_parameters or not self._state.optimizer_has_stepped:
             # A host too small for the copy is no reason not to train: the step is then merely harder to undo.
             with Boundary(self._track, lambda failure: failure.is_memory):
-                self._copy = StateCopy(self._parameters, self._optimizer)
+                self._copy = StateCopy(self._all_parameters, self._optimizer)
         self._rewind.take()
 
     def attempt(self, batch: Any, sizes: tuple[int, ...]) -> Computed | Failure:
@@ -80,13 +82,16 @@ class NativeEngine:
                 return self._closure_step(batch, sizes)
             computed = Computed(self._gradients(batch, sizes))
             # A forward that changes parameters is found out in its first step, and copied from then on.
-            self._copies_always = self._copies_always or self._rewind.parameters_moved
+            if not self._state.forward_moves_parameters:
+                moved = self._rewind.parameters_moved or (self._copy is not None and self._copy.differs())
+                self._state.forward_moves_parameters = moved
             return computed
         return boundary.failed
 
     def commit(self, computed: Computed) -> Committed | Failure:
         """Move optimizer and schedule."""
         lr = self._learning_rate()
+        self._entered = self._entering is None
         with Boundary(self._track, self._task.answerable) as boundary:
             with self._track.enter(Phase.OPTIMIZER):
                 moved = self._closure or self._precision.step(
@@ -126,7 +131,7 @@ class NativeEngine:
         counts = [self._count(piece, size or None, whole=whole) for piece, size in zip(pieces, sizes, strict=True)]
         if self._objective.step is not None and self._objective.weight is None:
             return self._gradients_weighted_afterwards(pieces, sum(counts) or 1.0)
-        parts = shares(counts, "sum" if self._objective.sums else "mean")
+        parts = [1.0] if whole and counts[0] > 0 else shares(counts, "sum" if self._objective.sums else "mean")
         if not any(counts):
             parts = [0.0] * len(parts)
             zero_gradients(self._parameters)
@@ -220,8 +225,16 @@ class NativeEngine:
         elif scheduler is not None:
             scheduler.step()
 
+    def _read_parameters(self) -> None:
+        """Read which parameters there are: the optimizer's, and all.
+
+        What the optimizer was not given gets gradients all the same, and may be moved by a forward (an average).
+        """
+        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._all_parameters = list(dict.fromkeys([*self._parameters, *self.model.parameters()]))
+
     def _clear_gradients(self) -> None:
-        for parameter in self._with_gradients:
+        for parameter in self._all_parameters:
             parameter.grad = None
 
     def _enter(self, *_: object) -> None:
@@ -265,5 +278,6 @@ class NativeEngine:
         """Take gradient checkpointing off and drop the gradients."""
         if self._recomputation is not None:
             self._recomputation.take_off()
-        self._entering.remove()
+        if self._entering is not None:
+            self._entering.remove()
         self._clear_gradients()
