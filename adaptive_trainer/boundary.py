@@ -11,15 +11,17 @@ import re
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from adaptive_trainer.oom import Recognition, Verdict, recognise
+from adaptive_trainer.phases import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from adaptive_trainer.phases import Phase, Track
+    from adaptive_trainer.phases import Track
 
 #: By what a rung is refused: type and words of the exception. The first pattern is wide on purpose: it is only asked
 #: while autocast is on by our own doing, and a fault of the user's shows again once it is off.
@@ -27,8 +29,9 @@ _REFUSALS = {
     "amp": re.compile(
         r"autocast|\bhalf(?:tensor)?\b|b?float16|\b(?:float|fp)32\b|\bdtypes?\b|scalar ?type", re.IGNORECASE
     ),
-    "gradient_checkpointing": re.compile(r"^torch\.utils\.checkpoint"),
+    "gradient_checkpointing": re.compile(r"^torch\.utils\.checkpoint|saved[ _]tensors? hooks"),
 }
+_RERUN = str(Path(__file__).with_name("rerun.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,12 @@ class Failure:
         except TypeError:  # a group's ``__new__`` wants its members, which are dead
             return RuntimeError(f"{self.exception_type.__name__}: {self.recognition.message}")
         BaseException.__init__(made, self.text)  # the text again, because ``MemoryError.__new__`` drops it
+        if not _can_speak(made):
+            # Its own words want what only its ``__init__`` makes (NumPy's name a shape), so it is given these.
+            words = {"__str__": BaseException.__str__}
+            kind: type[BaseException] = type(self.exception_type.__name__, (self.exception_type,), words)
+            made = kind.__new__(kind, self.text or self.recognition.message)
+            BaseException.__init__(made, self.text or self.recognition.message)
         return made
 
 
@@ -130,6 +139,19 @@ def _asserted(error: Exception) -> str:
     return (frames[-1].line or "") if frames else ""
 
 
+def _can_speak(error: BaseException) -> bool:
+    try:
+        str(error)
+    except (AttributeError, LookupError, TypeError):
+        return False
+    return True
+
+
+def _in_a_rerun(error: Exception) -> bool:
+    """Whether it was raised while a block was computed again, which without the rung would not have been done."""
+    return any(frame.filename == _RERUN for frame in traceback.extract_tb(error.__traceback__))
+
+
 def _failure_of(error: Exception, handled: BaseException | None, phase: Phase) -> Failure:
     recognition = recognise(error, handled)
     text = " ".join(entry for entry in error.args if isinstance(entry, str))
@@ -137,6 +159,8 @@ def _failure_of(error: Exception, handled: BaseException | None, phase: Phase) -
     refused = None
     if recognition.verdict is Verdict.NOT_OOM:
         refused = next((rung for rung, pattern in _REFUSALS.items() if pattern.search(words)), None)
+        if phase is Phase.BACKWARD and _in_a_rerun(error):
+            refused = "gradient_checkpointing"
     return Failure(
         phase=phase,
         recognition=recognition,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from adaptive_trainer.errors import DataError, RecipeError
+from adaptive_trainer.streams import RandomStreams
+
+_HOST = torch.device("cpu")
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Source:
         self._iterator: Iterator[Any] | None = None
         self._given_back: Fetched | None = None
         self.num_taken = 0
+        self._streams: RandomStreams | None = None
         self._batch_size = batch_size if isinstance(data, DataLoader) else None
         self.loader: Iterable[Any] = data
         if isinstance(data, DataLoader) or not _holds_samples(data, batch_size):
@@ -168,7 +174,26 @@ class Source:
                 owner.set_epoch(epoch)
                 told.append(owner)
         self.num_taken = 0
-        self._iterator = iter(self.loader)
+        with self._own_streams():
+            self._iterator = iter(self.loader)
+
+    @contextmanager
+    def _own_streams(self) -> Iterator[None]:
+        """Let the data draw from random streams of their own, where an epoch's order is drawn.
+
+        From the steps' streams a user's loader would draw another order if the plan made the model draw more often. The
+        first epoch's is drawn from them all the same, before any step, as a loop by hand would draw it.
+        """
+        if self._streams is None:
+            yield
+            return
+        steps = RandomStreams.take(_HOST)
+        self._streams.restore()
+        try:
+            yield
+        finally:
+            self._streams = RandomStreams.take(_HOST)
+            steps.restore()
 
     def next(self) -> Fetched | None:
         """The next batch of the epoch, None at its end.
@@ -182,10 +207,12 @@ class Source:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             raise DataError(f"{self._key}: its iterator has failed or has ended, and is not used again")
-        try:
-            batch = next(iterator)
-        except StopIteration:
+        # Samplers draw the order with the first batch, loaders a seed for their workers before it.
+        with self._own_streams() if self.num_taken == 0 else nullcontext():
+            batch = next(iterator, _END)
+        if batch is _END:
             return None
+        self._streams = self._streams or RandomStreams.take(_HOST)
         self._iterator = iterator
         self.num_taken += 1
         return Fetched(batch, self._batch_size)

@@ -102,6 +102,11 @@ class Loop:
             self.engine = self._build(self.state)
         return self.engine
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a batch is under way."""
+        return self._batch is not None
+
     def close(self) -> None:
         """Leave the model as the user knows it."""
         if self.engine is not None:

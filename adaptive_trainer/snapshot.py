@@ -246,17 +246,17 @@ class AttributeSnapshot:
         for record in self._records.values():
             passing = record.entries["_non_persistent_buffers_set"]
             for name, tensor in record.entries["_buffers"].items():
-                if tensor is not None and not _overlaps_itself(tensor):
+                if tensor is not None and not _is_read_only(tensor):
                     yield StateTensor(record.entries["_buffers"], name, tensor, name not in passing)
             for name, tensor in record.plain:
-                if not _overlaps_itself(tensor):
+                if not _is_read_only(tensor):
                     yield StateTensor(record.entries, name, tensor, persistent=False)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements share memory, as in an expanded tensor; torch refuses to write into such a one."""
+def _is_read_only(tensor: Tensor) -> bool:
+    """Whether torch refuses to write into it: elements share memory (an expanded tensor), or it is a nested one."""
     if tensor.layout is not torch.strided:
-        return False
+        return tensor.is_nested
     return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

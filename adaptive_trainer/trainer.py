@@ -237,6 +237,8 @@ class AdaptiveTrainer:
         data = self._eval_data if data is None else data
         if data is None:
             raise RecipeError("eval_data: none was given; type evaluate(data), or give eval_data to the trainer")
+        if self._loop.in_step:
+            raise RecipeError("evaluate: a step is under way; call it for a step event, when that step is done")
         try:
             return dict(self._evaluate(data))
         finally:
