@@ -6,7 +6,8 @@ generators stand. Parameters are not copied, because only a commit moves them; w
 name is recorded.
 
 Not exact, because it cannot be seen from outside: values inside other objects (NumPy arrays, nested containers, tensors
-in containers) when they are changed in place, and a large non-persistent buffer that is written through ``.data``.
+in containers) when they are changed in place, sparse and nested buffers that are, and a large non-persistent buffer
+that is written through ``.data``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Faded:
         self._reference = weakref.ref(tensor)
         self._version = version(tensor)
         self._value: Tensor | None = None
-        if tensor.nbytes <= SMALL_BYTES:
+        if tensor.layout is torch.strided and tensor.nbytes <= SMALL_BYTES:
             self._value = tensor.detach().clone().requires_grad_()
 
     def tensor(self) -> Tensor | None:
@@ -254,9 +255,12 @@ class AttributeSnapshot:
 
 
 def _is_read_only(tensor: Tensor) -> bool:
-    """Whether torch refuses to write into it: elements share memory (an expanded tensor), or it is a nested one."""
+    """Whether it is kept by reference alone: its elements share memory (an expanded tensor), or it is no plain array.
+
+    Torch refuses to write into the former; sparse and nested buffers (adjacency matrices, ragged tables) are constants.
+    """
     if tensor.layout is not torch.strided:
-        return tensor.is_nested
+        return True
     return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

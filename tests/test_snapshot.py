@@ -476,15 +476,14 @@ def test_half_used_normal_numbers_are_part_of_the_stream():
     assert (np.random.randn(), random.gauss(0, 1)) == first  # noqa: NPY002
 
 
-def test_whether_torch_drew_is_told_and_the_hosts_streams_do_not_count():
-    streams = RandomStreams.take(CPU)
-    assert not streams.moved()
-    random.random()
-    assert not streams.moved()
-    torch.rand(1)
-    assert streams.moved()
-    streams.restore()
-    assert not streams.moved()
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand(), lambda: torch.rand(1)])  # noqa: NPY002, PLW0108
+def test_whether_anything_was_drawn_is_told(draw):
+    taken = RandomStreams.take(CPU)
+    assert not taken.moved()
+    draw()
+    assert taken.moved()
+    taken.restore()
+    assert not taken.moved()
 
 
 @pytest.mark.parametrize("move", [random.random, np.random.rand, lambda: np.random.randn(1)])  # noqa: NPY002
