@@ -86,7 +86,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _result_words(result: FitResult) -> str:
-    loss = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}" if result.losses else "no step was left to do"
+    loss = f"loss {result.losses[0]:.4g} -> {result.losses[-1]:.4g}" if result.losses else "no step was done"
     names = [event.rung for event in result.fallbacks]
     counts = ", ".join(f"{name} x {names.count(name)}" for name in dict.fromkeys(names))
     lines = [

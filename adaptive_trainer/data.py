@@ -199,7 +199,7 @@ class Source:
         """The next batch of the epoch, None at its end.
 
         Raises:
-            DataError: No epoch was begun, or its iterator has failed.
+            DataError: No epoch was begun, its iterator has failed, or a data set ended it early.
         """
         if self._given_back is not None:
             fetched, self._given_back = self._given_back, None
@@ -211,6 +211,11 @@ class Source:
         with self._own_streams() if self.num_taken == 0 else nullcontext():
             batch = next(iterator, _END)
         if batch is _END:
+            if self._order is not None and self.num_taken < len(self._order):
+                raise DataError(
+                    f"{self._key}: its epoch ended after {self.num_taken} of {len(self._order)} batches, so a "
+                    "StopIteration came out of __getitem__; let it raise IndexError, or nothing"
+                )
             return None
         self._streams = self._streams or RandomStreams.take(_HOST)
         self._iterator = iterator

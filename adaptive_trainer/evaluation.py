@@ -35,7 +35,7 @@ class Evaluation:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         ladder = Ladder(tuple(_keeping_the_build(rung) for rung in loop.descent.ladder), fixed=True)
-        self._walk = Descent(ladder, loop.descent.start, loop.record, traits=loop.traits, scope="evaluation")
+        self._walk = Descent(ladder, loop.whole_start, loop.record, traits=loop.traits, scope="evaluation")
 
     def run(self, source: Source) -> Evaluate:
         """Metrics over all of ``source``: the mean over all items, whatever the batches.

@@ -129,7 +129,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _row_of(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

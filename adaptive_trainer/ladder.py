@@ -16,14 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.events import Cause, Fidelity
+from adaptive_trainer.plan import Plan
 from adaptive_trainer.rungs import RUNG_NAMES, RUNGS, Rung, Situation, Skip, Traits
 from adaptive_trainer.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from adaptive_trainer.plan import Plan
 
 __all__ = ["RUNG_NAMES", "Descend", "GiveUp", "Ladder", "Rung", "Situation", "Skip", "Traits", "decide"]
 
@@ -124,6 +125,11 @@ def _try(rung: Rung, situation: Situation) -> Plan | Skip:
     found, plan = rung.step(situation.plan, situation), situation.plan
     if isinstance(found, Skip):
         return found
+    if not isinstance(found, Plan):
+        raise RecipeError(
+            f"ladder: the rung {rung.name!r} gave a {type(found).__name__}; let it return a lower Plan, the same plan "
+            "for one more try, or Skip(reason)"
+        )
     if found.micro_batch != plan.micro_batch and situation.traits.cut_refusal is not None:
         return Skip(situation.traits.cut_refusal)
     if found.descends_from(plan):

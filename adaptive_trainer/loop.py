@@ -87,20 +87,28 @@ class Loop:
     def begin(self) -> None:
         """Load the model, and put it into training mode if its root is in evaluation mode, as loaded models arrive."""
         self.track.hint = None
+        model = self.load().model
+        if not model.training:
+            model.train()
+
+    def load(self) -> TrainState:
+        """Load the model, once."""
         if self.state is None:
             self.state = TrainState(model=self._load())
-        if not self.state.model.training:
-            self.state.model.train()
+        return self.state
 
     def open(self) -> Engine:
         """Load the model and build the engine for the walk under way, down the ladder if need be."""
         if self.engine is not None and self.engine.build != self.walk.now.build:
             return self._rebuild()
         if self.engine is None:
-            if self.state is None:
-                self.state = TrainState(model=self._load())
-            self.engine = self._build(self.state)
+            self.engine = self._build(self.load())
         return self.engine
+
+    @property
+    def whole_start(self) -> Plan:
+        """Where an evaluation's walk begins: with whole batches where none may be cut."""
+        return self.descent.start if self._separable else replace(self.descent.start, micro_batch=None)
 
     @property
     def in_step(self) -> bool:

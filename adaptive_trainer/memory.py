@@ -69,6 +69,25 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def device_of(name: str | torch.device) -> torch.device:
+    """The device that a user has named.
+
+    Raises:
+        RecipeError: It is not there.
+    """
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if here is None or here.type != device.type else torch.accelerator.device_count()
+    if device.type != "meta" and (device.index or 0) >= count:
+        there = "no accelerator" if here is None else f"{torch.accelerator.device_count()} x {here.type}"
+        raise RecipeError(
+            f"device: {name!s} is not there, this machine has {there}; leave it out, or type device='cpu'"
+        )
+    return device
+
+
 def read(device: torch.device, budget: Budget | None = None) -> Memory:
     """What the device holds now; with a ``budget``, what that counts."""
     if budget is not None:

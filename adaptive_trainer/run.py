@@ -96,8 +96,7 @@ class Run:
         if self.epochs == 0:
             raise DataError("data: it gave no batch; give an iterable with at least one")
         log.warning(
-            "data ended after %d steps, before the %s steps asked for; a data set, a loader or a list could be gone "
-            "through again",
+            "data ended after %d steps, before %s; a data set, a loader or a list could be gone through again",
             self._loop.track.step,
-            self._goal.steps,
+            "the next epoch" if self._goal.steps is None else f"the {self._goal.steps} steps asked for",
         )

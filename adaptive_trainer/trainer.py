@@ -29,7 +29,7 @@ from adaptive_trainer.ranks import alone
 from adaptive_trainer.recipe import Recipe, load_recipe
 from adaptive_trainer.result import FitResult
 from adaptive_trainer.run import Run
-from adaptive_trainer.streams import seed_everything
+from adaptive_trainer.streams import RandomStreams, seed_everything
 from adaptive_trainer.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class AdaptiveTrainer:
         self._trackers = tuple(trackers)
         self._progress = progress
         self._run_dir = None if run_dir is None else Path(run_dir)
-        self._device = memory.default_device() if device is None else torch.device(device)
+        self._device = memory.default_device() if device is None else memory.device_of(device)
         self._limit_bytes = memory.resolve_limit(memory_limit, self._device)
         budget = None if self._limit_bytes is None else memory.set_limit(self._device, self._limit_bytes)
         ranks = alone()
@@ -239,10 +239,21 @@ class AdaptiveTrainer:
             raise RecipeError("eval_data: none was given; type evaluate(data), or give eval_data to the trainer")
         if self._loop.in_step:
             raise RecipeError("evaluate: a step is under way; call it for a step event, when that step is done")
+        if self._loop.state is None:
+            self._load_as_fit_would()
         try:
             return dict(self._evaluate(data))
         finally:
             self._loop.close()
+
+    def _load_as_fit_would(self) -> None:
+        """Make the model from the seed, and leave the user's random streams as they are."""
+        streams = RandomStreams.take(self._device)
+        seed_everything(self._seed)
+        try:
+            self._loop.load()
+        finally:
+            streams.restore()
 
     def _evaluate(self, data: Any) -> dict[str, float]:
         own = dict(self._loading)

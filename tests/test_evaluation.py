@@ -420,3 +420,35 @@ def test_a_failed_evaluation_holds_nothing():
     fallbacks = [event for event in trainer._journal.events if event.event == "fallback"]
     assert len(fallbacks) > 1
     assert {event.held_bytes for event in fallbacks} == {0}
+
+
+def test_a_model_made_for_an_evaluation_is_the_one_that_the_seed_makes():
+    member = ZOO["mlp"]
+    ends = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        trainer = AdaptiveTrainer(member.model, member.data(16), loss=loss, batch_size=8, seed=5, progress=False)
+        trainer.evaluate(member.data(8))
+        ends.append(trainer.model.state_dict())
+    assert same(*ends) is None
+
+
+def test_an_evaluation_never_cuts_what_must_not_be_cut():
+    seen = []
+
+    def coupled(output, targets):
+        seen.append(len(targets))
+        return loss(output, targets)
+
+    member = ZOO["mlp"]
+    trainer = AdaptiveTrainer(
+        member.make(),
+        member.data(8),
+        loss=coupled,
+        batch_size=8,
+        plan=Plan(micro_batch=8),
+        separable=False,
+        progress=False,
+    )
+    trainer.evaluate([member.data(32)[:]])
+    assert seen == [32]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.events import Cause, Fidelity, OutOfMemory
 from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Skip, Traits, decide
 from adaptive_trainer.phases import Phase
@@ -207,3 +208,11 @@ def test_names_and_rungs_mix_and_an_unknown_name_is_refused():
     assert [rung.name for rung in Ladder.of(["amp", own])] == ["amp", "own"]
     with pytest.raises(KeyError, match="halve"):
         Ladder.of(["halve"])
+
+
+def test_a_users_rung_that_gives_no_plan_is_named():
+    def wrong(plan):
+        return {"micro_batch": 1}
+
+    with pytest.raises(RecipeError, match="the rung 'wrong' gave a dict"):
+        decide(Ladder.of([wrong]), situation())

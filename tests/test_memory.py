@@ -550,3 +550,12 @@ def test_other_processes_are_told_by_the_driver_or_not_at_all(monkeypatch, drive
     assert memory.processes_on(CPU) is None
     if expected is not None:
         assert driver.asked == ["GPU-c0ffee"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:7", "xpu", "mps"])
+def test_a_device_that_is_not_there_is_refused_with_what_is(name):
+    if torch.accelerator.is_available():
+        pytest.fail("this test is for machines without an accelerator")
+    with pytest.raises(RecipeError, match=rf"device: {name} is not there, this machine has no accelerator"):
+        memory.device_of(name)
+    assert memory.device_of("cpu") == torch.device("cpu")

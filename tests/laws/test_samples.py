@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from adaptive_trainer import AdaptiveTrainer, Plan
+from adaptive_trainer import AdaptiveTrainer, DataError, Plan
 from adaptive_trainer.testing import inject_oom
 
 NUM_SAMPLES = 22
@@ -176,3 +176,29 @@ def test_fit_again_goes_on_where_the_first_stopped():
     assert trainer.fit().steps == 4
     once, _ = run(Numbered(), batch_size=8, steps=4, epochs=None)
     assert recorder.order == once.order
+
+
+def test_a_data_set_that_ends_an_epoch_early_is_refused_and_loses_nothing_silently():
+    class Short(Numbered):
+        def __getitem__(self, index):
+            if index == 12:
+                raise StopIteration
+            return super().__getitem__(index)
+
+    with pytest.raises(DataError, match="after 1 of 3 batches"):
+        run(Short(), batch_size=8, shuffle=False)
+
+
+def test_samples_that_nobody_put_together_are_rows_in_the_last_batch_too():
+    """Five samples of sixteen moments each are five samples, not sixteen."""
+    seen = []
+
+    def step(model, batch):
+        seen.append(len(batch))
+        return torch.stack([model(noisy).mean() - clean.mean() for noisy, clean in batch]).pow(2).mean()
+
+    samples = [(torch.randn(16, 1), torch.randn(16, 1)) for _ in range(13)]
+    loader = DataLoader(samples, batch_size=8, collate_fn=lambda rows: rows)
+    result = AdaptiveTrainer(torch.nn.Linear(1, 1), loader, step=step, plan=Plan(micro_batch=4), progress=False).fit()
+    assert seen == [4, 4, 3, 2]
+    assert [event.num_samples for event in result.events if event.event == "step"] == [8, 5]
