@@ -81,6 +81,8 @@ class Loop:
         self._traits = Traits()
         self._mark: int | None = None
         self._skipped_in_a_row = 0
+        # Nobody counts the memory of a CPU without a limit, so nobody needs to be asked in every step.
+        self._is_measured = task.budget is not None or task.device.type != "cpu"
 
     # Coming and going.
 
@@ -153,7 +155,8 @@ class Loop:
         engine = self.open()
         engine.prepare()
         self._face(fetched)
-        memory.reset_peak(self.task.device, self.task.budget)
+        if self._is_measured:
+            memory.reset_peak(self.task.device, self.task.budget)
         try:
             committed = self._insist(engine, _attempted)
         finally:
@@ -167,7 +170,7 @@ class Loop:
             seconds=time.perf_counter() - started,
             num_samples=self.walk.load.num_rows,
             lr=committed.lr,
-            peak_bytes=memory.peak_bytes(self.task.device, self.task.budget),
+            peak_bytes=memory.peak_bytes(self.task.device, self.task.budget) if self._is_measured else None,
             skipped=not committed.moved,
         )
 
@@ -200,7 +203,7 @@ class Loop:
     def _face(self, fetched: Fetched) -> None:
         self._batch = fetched.batch
         rows = length(fetched.batch, fetched.expected)
-        self._mark = memory.allocated_bytes(self.task.device, self.task.budget)
+        self._mark = memory.allocated_bytes(self.task.device, self.task.budget) if self._is_measured else None
         self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch), held_bytes=self._mark))
 
     def _insist(self, engine: Engine, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:

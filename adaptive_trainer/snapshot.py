@@ -318,7 +318,6 @@ class ModuleSnapshot:
         self._steady: list[tuple[list[Tensor], list[Tensor]]] = []  # clones and what they are of, by where clones live
         self._watched: list[_Copy] = []
 
-    @torch.no_grad()
     def take(self) -> None:
         """Record everything as it is now."""
         moved = self._attributes.take()
@@ -326,6 +325,11 @@ class ModuleSnapshot:
         if moved or not _same(buffers, self._buffers):
             self._match()
             self._buffers = buffers
+        if self._steady or self._watched:
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
         for clones, tensors in self._steady:
             torch._foreach_copy_(clones, tensors)
         for copy in self._watched:
