@@ -154,3 +154,10 @@ def test_the_ladder_in_the_documents_is_the_ladder_of_the_code():
         text = document.read_text("utf-8")
         assert writer.ladder_table() in text
         assert writer.written(text) == text, "type: .venv/bin/python scripts/ladder_table.py"
+
+
+def test_importing_the_trainer_does_not_import_torchs_compiler():
+    """It takes more than a second, and whoever only imports has no use for it."""
+    code = "import sys, torch; before = 'torch._dynamo' in sys.modules; from adaptive_trainer import AdaptiveTrainer; print(before, 'torch._dynamo' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout.split() == ["False", "False"]
