@@ -22,52 +22,57 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+#: Bytes by which a Mersenne twister is known again: its position and 15 of its 624 words, next to each other. A draw moves
+#: the position, and after the last word, or by a seed, all words are others.
+_WINDOW = 64
+_WORDS = 624
+
+
+def _window(address: int) -> memoryview:
+    return memoryview((ctypes.c_char * _WINDOW).from_address(address))
+
+
 class _Python:
     """Python's global stream, read cheaply.
 
-    Asking for it makes 625 numbers, which a step of 10 ms would feel. CPython keeps them behind the object's head, a
-    position and the words, so that one look tells whether any was drawn since the last time. Whether they really are
-    there is tried once; where they are not, Python is asked every time.
+    Asking for it makes 625 numbers, which a step of 10 ms would feel. CPython keeps them behind the object's head, the
+    position and then the words, so that one look tells whether any was drawn since the last time. Whether they really
+    are there is tried once; where they are not, Python is asked every time.
     """
-
-    _NUM_WORDS = 625
 
     def __init__(self) -> None:
         self._stream: Any = getattr(random.getstate, "__self__", None)
-        self._address = id(self._stream) + object.__basicsize__
-        self._memory = b""
         self._state: tuple[Any, ...] = ()
-        self._is_there = sys.implementation.name == "cpython" and isinstance(self._stream, random.Random)
-        if self._is_there:
-            position, *words = memoryview(self._look()).cast("I")
-            self._is_there = (*words, position) == random.getstate()[1]
-
-    def _look(self) -> bytes:
-        return ctypes.string_at(self._address, self._NUM_WORDS * 4)
+        self._seen = b""
+        self._window: memoryview | None = None
+        if sys.implementation.name == "cpython" and isinstance(self._stream, random.Random):
+            address = id(self._stream) + object.__basicsize__
+            position, *words = memoryview(ctypes.string_at(address, (1 + _WORDS) * 4)).cast("I")
+            if (*words, position) == random.getstate()[1]:
+                self._window = _window(address)
 
     def take(self) -> tuple[Any, ...]:
         """The stream's state."""
-        if not self._is_there:
+        if self._window is None:
             return random.getstate()
-        memory_now = self._look()
-        if memory_now != self._memory or self._stream.gauss_next is not self._state[2]:
-            self._state, self._memory = random.getstate(), memory_now
+        seen = self._window.tobytes()
+        if seen != self._seen or self._stream.gauss_next is not self._state[2]:
+            self._state, self._seen = random.getstate(), seen
         return self._state
 
 
 class _NumPy:
     """NumPy's global stream, read cheaply.
 
-    Asking NumPy for it takes 30 microseconds, which a step of 10 ms would feel. Its generator's own memory, words and
-    position, can be read in one, and tells that nothing was drawn since the last time. Only the half of a normal pair
-    that NumPy may keep beside it does not show there; so while one is kept, NumPy is asked.
+    Asking NumPy for it takes 30 microseconds, which a step of 10 ms would feel. Its generator's own memory, the words
+    and then the position, tells that nothing was drawn since the last time. Only the half of a normal pair that NumPy
+    may keep beside it does not show there; so while one is kept, NumPy is asked.
     """
-
-    _NUM_BYTES = (624 + 1) * 4
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._memory = b""
+        self._window = memoryview(b"")
+        self._seen = b""
         self._state: dict[str, Any] = {}
 
     def take(self) -> dict[str, Any] | None:
@@ -76,21 +81,28 @@ class _NumPy:
         if module is None:
             return None
         generator = module.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
-            state: dict[str, Any] = module.get_state(legacy=False)
-            return state
-        memory_now = ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
-        known = generator is self._generator and memory_now == self._memory and not self._state["has_gauss"]
-        if not known:
-            self._state = module.get_state(legacy=False)
-            self._generator, self._memory = generator, memory_now
+        if generator is self._generator:
+            seen = self._window.tobytes()
+            if seen == self._seen:
+                return self._state
+            self._seen = seen
+        return self._ask(module, generator)
+
+    def _ask(self, module: Any, generator: Any) -> dict[str, Any]:
+        self._state = module.get_state(legacy=False)
+        self._generator = None
+        if type(generator).__name__ == "MT19937" and not self._state["has_gauss"]:
+            # A generator that is held here keeps the memory where it is.
+            self._generator = generator
+            self._window = _window(generator.ctypes.state_address + (_WORDS + 1) * 4 - _WINDOW)
+            self._seen = self._window.tobytes()
         return self._state
 
 
 _python, _numpy = _Python(), _NumPy()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would take three times as long to make, in every step
 class HostStreams:
     """The random streams of Python and, once somebody has imported it, of NumPy."""
 
@@ -120,7 +132,7 @@ def _plain(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RandomStreams:
     """All random streams that a step draws from: Python, NumPy, torch on the host, torch on the process's device."""
 
@@ -132,7 +144,8 @@ class RandomStreams:
     @classmethod
     def take(cls, device: torch.device) -> RandomStreams:
         """The streams as they are now, that of ``device`` included."""
-        return cls(HostStreams.take(), torch.get_rng_state(), device, memory.rng_state(device))
+        own = None if device.type == "cpu" else memory.rng_state(device)
+        return cls(HostStreams(_python.take(), _numpy.take()), torch.default_generator.get_state(), device, own)
 
     def restore(self) -> None:
         """Put all streams back."""

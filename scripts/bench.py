@@ -1,10 +1,12 @@
 """Measures what the trainer costs. Each benchmark prints a table for people and one line of JSON for machines.
 
 `overhead`: a hand-written torch loop against `AdaptiveTrainer` without limit and without failure, same model, data and
-seeds, in turns in one process. Timed is the stretch from the end of one step to the end of a later one, which holds all
-that a step costs: fetching, preparing, training, recording. What a call of `fit` costs once is left out. The figure is
-the median over all turns of trainer time to loop time. The C library is told to keep the memory that is freed: else it
-gives pages back to the system and fetches them again, a thousand a step, and who of the two has more of that is chance.
+seeds, in one process, turns of a few steps after one another: the loop's turns are played in a callback of the trainer.
+Timed is the stretch from the end of one step to the end of a later one, which holds all that a step costs: fetching,
+preparing, training, recording. What a call of `fit` costs once is left out. The figure is the median over all turns of
+trainer time to loop time, and beside it stand the bounds between which it lies in 95 of 100 repetitions. The C library
+is told to keep the memory that is freed: else it gives pages back to the system and fetches them again, a thousand a
+step, and who of the two has more of that is chance.
 
 `import`: what `import adaptive_trainer` and `from adaptive_trainer import AdaptiveTrainer` cost in a new process, in
 seconds beyond `import torch`: differences of medians, the three taking turns.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -42,7 +45,6 @@ class Workload:
         width: Features of the model.
         depth: Blocks of the model; what the trainer asks of a module costs a microsecond or two each step.
         batch_size: Samples of a step.
-        steps: Steps of a turn; the first one is not timed.
         turns: How often each contestant is on.
     """
 
@@ -51,15 +53,18 @@ class Workload:
     width: int
     depth: int
     batch_size: int
-    steps: int
     turns: int
 
 
 WORKLOADS = (
-    Workload("10ms", context=32, width=128, depth=2, batch_size=10, steps=31, turns=40),
-    Workload("10ms_deep", context=32, width=64, depth=4, batch_size=9, steps=31, turns=40),
-    Workload("100ms", context=128, width=128, depth=4, batch_size=12, steps=7, turns=40),
+    Workload("10ms", context=32, width=128, depth=2, batch_size=10, turns=400),
+    Workload("10ms_deep", context=32, width=64, depth=4, batch_size=9, turns=400),
+    Workload("100ms", context=128, width=128, depth=4, batch_size=12, turns=100),
 )
+#: Steps of a turn. The first one is not timed: it finds the caches that the other contestant has left.
+STEPS = 6
+#: Turns that are not counted.
+WARM_UP = 5
 
 
 def overhead() -> dict[str, float]:
@@ -67,19 +72,27 @@ def overhead() -> dict[str, float]:
     torch.set_num_threads(1)
     _keep_freed_memory()
     found = {}
-    print(f"{'workload':<10}{'loop':>12}{'trainer':>12}{'ratio':>9}{'quartiles':>18}{'per step':>12}")
+    print(f"{'workload':<10}{'loop':>12}{'trainer':>12}{'ratio':>9}{'95 % between':>18}{'per step':>12}")
     for workload in WORKLOADS:
         by_hand, by_trainer = _compare(workload)
-        ratios = [ours / theirs for ours, theirs in zip(by_trainer, by_hand, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        ratios = sorted(ours / theirs for ours, theirs in zip(by_trainer, by_hand, strict=True))
+        middle = statistics.median(ratios)
+        low, high = _bounds_of_median(ratios)
         loop, trainer = statistics.median(by_hand), statistics.median(by_trainer)
         found[f"overhead_{workload.name}"] = round(middle, 4)
         print(
             f"{workload.name:<10}{loop * 1e3:>9.2f} ms{trainer * 1e3:>9.2f} ms{middle:>9.4f}"
-            f"{low:>9.3f}{high:>9.3f}{(middle - 1) * loop * 1e6:>9.0f} us",
+            f"{low:>9.4f}{high:>9.4f}{(middle - 1) * loop * 1e6:>9.0f} us",
             flush=True,
         )
     return found
+
+
+def _bounds_of_median(ordered: list[float]) -> tuple[float, float]:
+    """Between which the median of what was sampled lies with 95 %, by the binomial's normal approximation."""
+    reach = 0.98 * len(ordered) ** 0.5
+    middle = (len(ordered) - 1) / 2
+    return ordered[max(0, math.floor(middle - reach))], ordered[min(len(ordered) - 1, math.ceil(middle + reach))]
 
 
 def _keep_freed_memory() -> None:
@@ -96,15 +109,21 @@ def _compare(workload: Workload) -> tuple[list[float], list[float]]:
     """Seconds of a step by hand and by the trainer, turn by turn."""
     by_hand: list[float] = []
     by_trainer: list[float] = []
-    hand, trainer = _by_hand(workload), _by_trainer(workload)
-    contestants = [(hand, by_hand), (trainer, by_trainer)]
-    for turn in range(workload.turns + 2):
-        # Who is on second finds the caches and the clock of the first; so they swap.
-        for contestant, seconds in contestants if turn % 2 else contestants[::-1]:
-            took = contestant()
-            if turn >= 2:
-                seconds.append(took)
-    return by_hand, by_trainer
+    ends: list[float] = []
+    play = _by_hand(workload)
+
+    def note(event: Event) -> None:
+        if type(event) is Step:
+            ends.append(time.perf_counter())
+            if len(ends) == STEPS:
+                by_trainer.append(_per_step(ends))
+                by_hand.append(play())
+                ends.clear()
+
+    model, loader = _made(workload)
+    steps = STEPS * (workload.turns + WARM_UP)
+    AdaptiveTrainer(model, loader, loss=byte_lm.loss, steps=steps, progress=False, callbacks=[note], device="cpu").fit()
+    return by_hand[WARM_UP:], by_trainer[WARM_UP:]
 
 
 def _made(workload: Workload) -> tuple[nn.Module, DataLoader[tuple[Tensor, Tensor]]]:
@@ -123,7 +142,7 @@ def _by_hand(workload: Workload) -> Callable[[], float]:
 
     def turn() -> float:
         ends = []
-        for _ in range(workload.steps):
+        for _ in range(STEPS):
             inputs, targets = next(batches)
             optimizer.zero_grad(set_to_none=True)
             loss: Tensor = byte_lm.loss(model(inputs), targets)
@@ -131,26 +150,6 @@ def _by_hand(workload: Workload) -> Callable[[], float]:
             optimizer.step()
             loss.item()
             ends.append(time.perf_counter())
-        return _per_step(ends)
-
-    return turn
-
-
-def _by_trainer(workload: Workload) -> Callable[[], float]:
-    model, loader = _made(workload)
-    ends: list[float] = []
-
-    def note(event: Event) -> None:
-        if type(event) is Step:
-            ends.append(time.perf_counter())
-
-    trainer = AdaptiveTrainer(
-        model, loader, loss=byte_lm.loss, steps=workload.steps, progress=False, callbacks=[note], device="cpu"
-    )
-
-    def turn() -> float:
-        ends.clear()
-        trainer.fit()
         return _per_step(ends)
 
     return turn

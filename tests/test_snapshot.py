@@ -546,4 +546,4 @@ def test_pythons_stream_is_read_right_although_python_is_not_always_asked(draw, 
 
 
 def test_the_place_of_pythons_stream_was_found():
-    assert streams._python._is_there
+    assert streams._python._window is not None
