@@ -55,14 +55,14 @@ class Surroundings:
         total_bytes: What the device has, or the limit; None where unknown.
         held_bytes: What the failed attempt still holds after the clean-up; None where unknown.
         host_is_device: The training runs on the CPU, so host memory is the device's.
-        undoable: The step can be done again.
+        lost: Why the step cannot be done again; empty if it can.
     """
 
     traits: Traits = field(default_factory=Traits)
     total_bytes: int | None = None
     held_bytes: int | None = None
     host_is_device: bool = False
-    undoable: bool = True
+    lost: str = ""
 
 
 class Descent:
@@ -166,8 +166,8 @@ class Descent:
         self._first = self._first or failure
         self._suspected_once = self._suspected_once or failure.recognition.verdict is Verdict.SUSPECTED
         self._note(event)
-        if not around.undoable:
-            self._give_up(event, {"every rung": "the step was half done and no copy of the state before it was held"})
+        if around.lost:
+            self._give_up(event, {"every rung": f"the step was half done and could not be undone: {around.lost}"})
         return self._descend(event, around, failure)
 
     def take_back(self, rung: str, reason: str, around: Surroundings, *, step: int, rank: int = 0) -> Descend | None:

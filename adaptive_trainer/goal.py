@@ -37,3 +37,22 @@ class Goal:
         by_epochs = None if self.epochs is None or num_batches is None else self.epochs * num_batches
         known = [count for count in (self.steps, by_epochs) if count is not None]
         return min(known) if known and (self.epochs is None or by_epochs is not None) else self.steps
+
+
+#: Steps in a row that may be skipped because their numbers are not finite.
+MAX_SKIPPED = 25
+
+
+class Skips:
+    """Counts the steps in a row that were skipped."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def too_many(self, *, skipped: bool) -> bool:
+        """Whether one too many was skipped with this one; the count begins anew then."""
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row < MAX_SKIPPED:
+            return False
+        self._in_a_row = 0
+        return True

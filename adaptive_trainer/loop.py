@@ -10,23 +10,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
-
 from adaptive_trainer import memory, traits
 from adaptive_trainer.batches import Uncuttable, cut, length, num_elements, shapes
 from adaptive_trainer.boundary import Boundary, Failure
 from adaptive_trainer.descent import Descent, Load, Surroundings, pieces
 from adaptive_trainer.engines.base import Committed, Evaluated
-from adaptive_trainer.engines.build import build
-from adaptive_trainer.errors import DataError, NonFiniteError
 from adaptive_trainer.events import Cause, OutOfMemory, Step
-from adaptive_trainer.phases import Phase
 from adaptive_trainer.plan import sizes
 from adaptive_trainer.rungs import Traits
-from adaptive_trainer.state import TrainState
+from adaptive_trainer.workshop import Workshop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import nn
 
     from adaptive_trainer.data import Fetched
     from adaptive_trainer.engines.base import Engine, Task
@@ -37,14 +34,23 @@ if TYPE_CHECKING:
 
 Outcome = TypeVar("Outcome", Committed, Evaluated)
 
-#: Steps in a row that may be skipped because their numbers are not finite.
-MAX_SKIPPED = 25
 #: How long a device that other processes hold is waited for, once in a step.
 WAIT_SECONDS = 2.0
+#: What an element of a batch holds, about.
+_BYTES = 8
 
 
 class Loop:
-    """One model on its way: the engine in force, the walk, and the state that both leave behind.
+    """One model on its way.
+
+    Attributes:
+        task: What engines are built from.
+        track: Where the run is.
+        ranks: This process among all.
+        record: Takes each event.
+        workshop: The engine in force.
+        descent: The training's walk.
+        walk: The walk under way, the training's or an evaluation's.
 
     Args:
         model: The user's module, or a function that makes it.
@@ -71,16 +77,13 @@ class Loop:
         self.track = task.track
         self.ranks = ranks
         self.record = record
-        self.state: TrainState | None = None
-        self.engine: Engine | None = None
+        self.workshop = Workshop(model, self.task, lambda: self.walk.now, self._answer)
         self.descent = Descent(ladder, plan, record, traits=self.traits)
         self.walk = self.descent
-        self._model = model
         self._separable = separable
         self._batch: Any = None
         self._traits = Traits()
         self._mark: int | None = None
-        self._skipped_in_a_row = 0
         # Nobody counts the memory of a CPU without a limit, so nobody needs to be asked in every step.
         self._is_measured = task.budget is not None or task.device.type != "cpu"
 
@@ -89,23 +92,9 @@ class Loop:
     def begin(self) -> None:
         """Load the model, and put it into training mode if its root is in evaluation mode, as loaded models arrive."""
         self.track.hint = None
-        model = self.load().model
+        model = self.workshop.load().model
         if not model.training:
             model.train()
-
-    def load(self) -> TrainState:
-        """Load the model, once."""
-        if self.state is None:
-            self.state = TrainState(model=self._load())
-        return self.state
-
-    def open(self) -> Engine:
-        """Load the model and build the engine for the walk under way, down the ladder if need be."""
-        if self.engine is not None and self.engine.build != self.walk.now.build:
-            return self._rebuild()
-        if self.engine is None:
-            self.engine = self._build(self.load())
-        return self.engine
 
     @property
     def whole_start(self) -> Plan:
@@ -119,29 +108,8 @@ class Loop:
 
     def close(self) -> None:
         """Leave the model as the user knows it."""
-        if self.engine is not None:
-            self.state = self.engine.export()
-            self.engine.close()
-            self.engine = None
         self._batch = None
-
-    def _load(self) -> nn.Module:
-        while True:
-            with Boundary(self.track, self.task.answerable) as boundary:
-                model = self._model
-                if not isinstance(model, nn.Module):
-                    with self.track.enter(Phase.LOAD):
-                        model = model()
-                return _module(model)
-            self._answer(boundary.failed)
-
-    def _build(self, state: TrainState) -> Engine:
-        while True:
-            with Boundary(self.track, self.task.answerable) as boundary:
-                engine = build(self.walk.now.build, state, self.task)
-                self._traits = replace(self._traits, batch_norm=traits.normalises_over_batch(state.model))
-                return engine
-            self._answer(boundary.failed)
+        self.workshop.close()
 
     # One batch.
 
@@ -152,16 +120,16 @@ class Loop:
             LadderExhausted: Memory does not suffice under any plan that the ladder allows.
         """
         started = time.perf_counter()
-        engine = self.open()
-        engine.prepare()
-        self._face(fetched)
+        engine = self.workshop.open()
         if self._is_measured:
             memory.reset_peak(self.task.device, self.task.budget)
         try:
-            committed = self._insist(engine, _attempted)
-        finally:
-            if self._batch is not None:
-                self._abandon()
+            self._face(fetched)
+            self._prepare(engine)
+            committed = self._insist(engine, self._attempted)
+        except BaseException as error:
+            self._abandon(error)
+            raise
         self.track.step += committed.moved
         return Step(
             step=self.track.step,
@@ -174,11 +142,34 @@ class Loop:
             skipped=not committed.moved,
         )
 
-    def _abandon(self) -> None:
+    def _prepare(self, engine: Engine) -> None:
+        engine.prepare()
+        self.workshop.history.begin(engine)
+
+    def _attempted(self, engine: Engine, batch: Any, cuts: tuple[int, ...]) -> Committed | Failure:
+        outcome = engine.attempt(batch, cuts)
+        if isinstance(outcome, Failure):
+            return outcome
+        state, history = self.workshop.load(), self.workshop.history
+        # A forward that changes parameters is found out in its first step.
+        if not (state.optimizer_has_stepped or state.forward_moves_parameters):
+            state.forward_moves_parameters = engine.rewind.parameters_moved or history.shows_a_move()
+        committed = engine.commit(outcome)
+        if not isinstance(committed, Failure):
+            history.keep(engine, batch, cuts, committed, self.walk.load.num_elements * _BYTES)
+        return committed
+
+    def _abandon(self, error: BaseException) -> None:
         """Leave no half of a step behind that something else than memory ends: another call of fit does it again."""
-        self._batch = None
-        if self.engine is not None:
-            self.engine.discard()
+        engine, self._batch = self.workshop.engine, None
+        if engine is None:
+            return
+        number, history = self.track.step + 1, self.workshop.history
+        try:
+            if not history.undo(engine, untouched=engine.discard()):
+                error.add_note(f"step {number} was half done and could not be undone: {history.complaint}")
+        except Exception as other:  # noqa: BLE001  the user's own exception matters more, so this one is in its notes
+            error.add_note(f"step {number} was half done and could not be undone: {type(other).__name__}: {other}")
 
     def evaluate(self, fetched: Fetched) -> Evaluated:
         """Measure one batch; nothing moves.
@@ -186,7 +177,7 @@ class Loop:
         Raises:
             LadderExhausted: Memory does not suffice for the smallest piece.
         """
-        engine = self.open()
+        engine = self.workshop.open()
         self._face(fetched)
         return self._insist(engine, _evaluated)
 
@@ -216,27 +207,19 @@ class Loop:
                 self._batch = self.track.hint = None
                 return outcome
             self._answer(outcome)
-            engine = self.open()
+            engine = self.workshop.open()
 
-    def count_skips(self, event: Step) -> None:
-        """Take amp back when too many steps in a row were skipped; ``event`` is the last one, and is told already.
+    def take_back_amp(self, reason: str) -> bool:
+        """Take amp back, if it was the ladder that switched it on.
 
         Raises:
-            NonFiniteError: It was not the ladder that had switched amp on.
             LadderExhausted: No other rung is left.
         """
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if event.skipped else 0
-        if self._skipped_in_a_row < MAX_SKIPPED:
-            return
-        plan, self._skipped_in_a_row = self.descent.now, 0
-        reason = f"{MAX_SKIPPED} steps in a row were not finite under {plan.precision}, so nothing was trained"
         if not self.descent.switched_on("amp"):
-            raise NonFiniteError(
-                f"{reason}; the loss of the last one was {event.loss}. Give plan=Plan(precision='fp32'), "
-                "a smaller learning rate or max_grad_norm=1.0"
-            )
+            return False
         self.descent.take_back("amp", reason, self._surroundings(), step=self.track.step, rank=self.ranks.rank)
-        self._rebuild()
+        self.workshop.open()
+        return True
 
     # What follows a failure.
 
@@ -258,17 +241,22 @@ class Loop:
             self.walk.take_back(blamed, failure.text, around, step=step, rank=rank)
         else:
             make_room(self.walk.fall(failure, around, step=step, rank=rank), self.walk, self.task)
-        if self.engine is not None and self.engine.build != self.walk.now.build:
-            self._rebuild().prepare()
+        if not self.workshop.is_fit():
+            self._rebuild()
 
     def _clean_up(self) -> Surroundings:
         """Put back what the attempt has changed, give back what it held, and measure that."""
         self._traits = self.traits()
-        undoable = self.engine is None or memory.forgiving(self.engine.discard)
+        engine, lost = self.workshop.engine, ""
+        if engine is not None:
+            untouched = memory.forgiving(engine.discard)
+            if self.walk is self.descent and self.in_step:
+                history = self.workshop.history
+                lost = "" if history.undo(engine, untouched=untouched) else history.complaint
         memory.release(self.task.device)
-        return self._surroundings(undoable=undoable)
+        return self._surroundings(lost)
 
-    def _surroundings(self, *, undoable: bool = True) -> Surroundings:
+    def _surroundings(self, lost: str = "") -> Surroundings:
         now = memory.read(self.task.device, self.task.budget)
         known = now.allocated_bytes is not None and self._mark is not None
         return Surroundings(
@@ -276,34 +264,29 @@ class Loop:
             total_bytes=now.total_bytes,
             held_bytes=max(0, (now.allocated_bytes or 0) - (self._mark or 0)) if known else None,
             host_is_device=self.task.device.type == "cpu",
-            undoable=undoable,
+            lost=lost,
         )
 
-    def _rebuild(self) -> Engine:
-        """Another engine, for the build that the walk has come to. The batch of the step is kept."""
-        batch = self._batch
-        self.close()
-        self._batch = batch
-        return self.open()
+    def _rebuild(self) -> None:
+        """Another engine, for the build that the walk has come to."""
+        engine = self.workshop.open()
+        if self.in_step and self.walk is self.descent:
+            self._prepare(engine)
 
     def traits(self) -> Traits:
         """The model's traits as they are now."""
-        if self.state is None:
+        state, engine = self.workshop.state, self.workshop.engine
+        if state is None:
             return Traits(num_processes=self.ranks.size)
         return traits.read(
-            self.state.model,
-            self.state.optimizer,
+            state.model,
+            state.optimizer,
             self.task.device,
             separable=self._separable,
             cut_refusal=_cut_refusal(self._batch, self.walk.load.num_rows),
-            drew_random_numbers=self.engine is not None and self.engine.drew_random_numbers,
+            drew_random_numbers=engine is not None and engine.drew_random_numbers,
             num_processes=self.ranks.size,
         )
-
-
-def _attempted(engine: Engine, batch: Any, cuts: tuple[int, ...]) -> Committed | Failure:
-    outcome = engine.attempt(batch, cuts)
-    return outcome if isinstance(outcome, Failure) else engine.commit(outcome)
 
 
 def _evaluated(engine: Engine, batch: Any, cuts: tuple[int, ...]) -> Evaluated | Failure:
@@ -318,17 +301,6 @@ def make_room(decision: Descend, descent: Descent, task: Task) -> None:
     last = next((entry for entry in reversed(descent.trail) if isinstance(entry, OutOfMemory)), None)
     if last is not None and last.cause is Cause.OTHER_PROCESS:
         time.sleep(WAIT_SECONDS)
-
-
-def _module(model: Any) -> nn.Module:
-    """The module, if it is one.
-
-    Raises:
-        DataError: It is no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise DataError(f"model: it gave a {type(model).__name__}; give a torch.nn.Module or a function that makes one")
-    return model
 
 
 def _cut_refusal(batch: Any, num_rows: int | None) -> str | None:

@@ -106,6 +106,14 @@ def _parts(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return switches, blocks
 
 
+def drops_cache(model: nn.Module) -> bool:
+    """Whether a model's own gradient checkpointing trains it without the cache of keys and values it has without."""
+    return any(
+        has_switch(module) and getattr(getattr(module, "config", None), "use_cache", False) is True
+        for module in model.modules()
+    )
+
+
 def possible(model: nn.Module) -> str | None:
     """None if gradient checkpointing can be put on, else the reason why not, as a sentence."""
     switches, blocks = _parts(model)

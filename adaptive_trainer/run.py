@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from adaptive_trainer.errors import DataError
+from adaptive_trainer.errors import DataError, NonFiniteError
+from adaptive_trainer.goal import MAX_SKIPPED, Skips
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from adaptive_trainer.data import Source
-    from adaptive_trainer.events import Event
+    from adaptive_trainer.events import Event, Step
     from adaptive_trainer.goal import Goal
     from adaptive_trainer.loop import Loop
 
@@ -50,6 +51,7 @@ class Run:
         self._record = record
         self._evaluate = evaluate
         self._eval_steps = eval_steps
+        self._skips = Skips()
 
     def train(self, epochs: int) -> None:
         """Train until the goal is reached; ``epochs`` are complete already.
@@ -84,13 +86,29 @@ class Run:
             self._source.keep()
             del fetched
             self._record(event)
-            self._loop.count_skips(event)
+            if self._skips.too_many(skipped=event.skipped):
+                self._end_skipping(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
         if self._source.num_taken != self._source.num_batches:
             return False
         self._source.end_epoch()
         return True
+
+    def _end_skipping(self, event: Step) -> None:
+        """Take amp back when too many steps in a row were skipped, ``event`` the last of them.
+
+        Raises:
+            NonFiniteError: It was not the ladder that had switched amp on.
+            LadderExhausted: No other rung is left.
+        """
+        plan = self._loop.descent.now
+        reason = f"{MAX_SKIPPED} steps in a row were not finite under {plan.precision}, so nothing was trained"
+        if not self._loop.take_back_amp(reason):
+            raise NonFiniteError(
+                f"{reason}; the loss of the last one was {event.loss}. Give plan=Plan(precision='fp32'), "
+                "a smaller learning rate or max_grad_norm=1.0"
+            )
 
     def _out_of_batches(self) -> None:
         if self.epochs == 0:

@@ -44,6 +44,7 @@ class Traits:
         batch_norm: Layers that normalise over the batch are in training mode.
         random: The forward draws random numbers (dropout and the like).
         recompute_refusal: Why gradient checkpointing cannot be put on; None if it can.
+        caches_keys: The model keeps its attention's keys, which its own gradient checkpointing switches off.
         amp_precision: The precision that autocast would use here.
         amp_refusal: Why autocast cannot be used; None if it can.
         num_processes: Processes of the run.
@@ -53,6 +54,7 @@ class Traits:
     batch_norm: bool = False
     random: bool = False
     recompute_refusal: str | None = None
+    caches_keys: bool = False
     amp_precision: Precision = "bf16"
     amp_refusal: str | None = None
     num_processes: int = 1
@@ -221,6 +223,11 @@ def _bit(_traits: Traits) -> Fidelity:
     return Fidelity.BIT
 
 
+def _recomputing_fidelity(traits: Traits) -> Fidelity:
+    # Without the cache, keys lie elsewhere in memory, and matrix kernels may add in another order.
+    return Fidelity.ROUNDING if traits.caches_keys else Fidelity.BIT
+
+
 def _rounding(_traits: Traits) -> Fidelity:
     return Fidelity.ROUNDING
 
@@ -247,7 +254,7 @@ RUNGS: tuple[Rung, ...] = (
         step=_gradient_checkpointing,
         gives="activations of repeated blocks",
         costs="about one more forward",
-        fidelity=_bit,
+        fidelity=_recomputing_fidelity,
         helps=_ACTIVATIONS,
     ),
     Rung(

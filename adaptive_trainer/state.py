@@ -49,6 +49,10 @@ class Rewind:
     Parameters and optimizer state are not copied: a forward and a backward leave them alone. That this is so is
     checked by their version counters, which `parameters_moved` reads. A module that gathers a sharded parameter for
     its forward puts another storage in the place of its own, though, and that is undone.
+
+    Attributes:
+        versions: How often each parameter had been written into.
+        streams: Where the random streams stood.
     """
 
     def __init__(self, roots: Iterable[nn.Module], parameters: Iterable[Tensor], device: torch.device) -> None:
@@ -57,18 +61,22 @@ class Rewind:
         self._plain = [entry for entry in self._parameters if type(entry) is nn.Parameter and _has_place(entry)]
         self._places: list[int] = []
         self._values: list[Tensor] = []
-        self._versions: list[int] = []
+        self.versions: list[int] = []
         self._device = device
-        self._random: RandomStreams | None = None
+        self.streams: RandomStreams | None = None
 
     def take(self) -> None:
         """Remember buffers, attributes and random streams as they are now."""
         self._modules.take()
-        self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
+        self.note_versions()
         places = [parameter.data_ptr() for parameter in self._plain]
         if places != self._places:
             self._places, self._values = places, [parameter.data for parameter in self._plain]
-        self._random = RandomStreams.take(self._device)
+        self.streams = RandomStreams.take(self._device)
+
+    def note_versions(self) -> None:
+        """Take what was written into parameters up to here, a copy put back, as none of the next attempt's doing."""
+        self.versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
 
     def restore_places(self) -> None:
         """Put back the storages that parameters had."""
@@ -79,21 +87,20 @@ class Rewind:
     def restore(self) -> None:
         """Put back what `take` remembered."""
         self.restore_places()
-        # A copy that was written back counts as a write, but it is none of the next attempt's.
-        self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
+        self.note_versions()
         self._modules.restore()
-        if self._random is not None:
-            self._random.restore()
+        if self.streams is not None:
+            self.streams.restore()
 
     @property
     def drew_random_numbers(self) -> bool:
         """Whether a random stream has moved since `take`."""
-        return self._random is not None and self._random.moved()
+        return self.streams is not None and self.streams.moved()
 
     @property
     def parameters_moved(self) -> bool:
         """Whether a parameter was changed since `take`."""
-        return self._versions != [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
+        return self.versions != [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
 
 
 def _has_place(parameter: Tensor) -> bool:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Bytes by which a Mersenne twister is known again: its position and 15 of its 624 words, next to each other. A draw moves
-#: the position, and after the last word, or by a seed, all words are others.
+#: Bytes by which a Mersenne twister is known again: its position and 15 of its 624 words, next to each other. A draw
+#: moves the position, and after the last word, or by a seed, all words are others.
 _WINDOW = 64
 _WORDS = 624
 

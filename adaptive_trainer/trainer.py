@@ -182,8 +182,8 @@ class AdaptiveTrainer:
         Raises:
             RecipeError: It does not exist yet.
         """
-        if self._loop.state is not None:
-            return self._loop.state.model
+        if self._loop.workshop.state is not None:
+            return self._loop.workshop.state.model
         if isinstance(self._model, torch.nn.Module):
             return self._model
         raise RecipeError("model: it was given as a function, which fit() calls; call fit() or evaluate() first")
@@ -239,7 +239,7 @@ class AdaptiveTrainer:
             raise RecipeError("eval_data: none was given; type evaluate(data), or give eval_data to the trainer")
         if self._loop.in_step:
             raise RecipeError("evaluate: a step is under way; call it for a step event, when that step is done")
-        if self._loop.state is None:
+        if self._loop.workshop.state is None:
             self._load_as_fit_would()
         try:
             return dict(self._evaluate(data))
@@ -251,7 +251,7 @@ class AdaptiveTrainer:
         streams = RandomStreams.take(self._device)
         seed_everything(self._seed)
         try:
-            self._loop.load()
+            self._loop.workshop.load()
         finally:
             streams.restore()
 

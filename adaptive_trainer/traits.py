@@ -81,6 +81,7 @@ def read(
         batch_norm=normalises_over_batch(model),
         random=drew_random_numbers or draws_random_numbers(model),
         recompute_refusal=recompute.possible(model),
+        caches_keys=recompute.drops_cache(model),
         amp_precision="bf16" if precision == "bf16" else "fp16",
         amp_refusal=_amp_refusal(model, optimizer, device, precision),
         num_processes=num_processes,

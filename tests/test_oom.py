@@ -373,7 +373,8 @@ def test_sentences_of_everyday_words_are_not_out_of_memory(sentence):
     assert recognise(RuntimeError(sentence)).verdict is Verdict.NOT_OOM
 
 
-@given(st.text(alphabet=st.characters(codec="utf-8")).filter(lambda text: "memory" not in text and "_" not in text))
+# Without lower-case vowels, because Hypothesis also tries the words that it finds in the code under test.
+@given(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="aeiou_")))
 def test_random_text_is_not_out_of_memory(text):
     assert recognise_text(text).flavour == "unknown"
 

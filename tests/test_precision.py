@@ -76,7 +76,7 @@ def by_trainer(trainer):
     state = state_of(trainer)
     return {
         "model": state["model"], "optimizer": state["optimizer"], "scheduler": state["scheduler"],
-        "scaler": trainer._loop.state.scaler, "losses": list(result.losses),
+        "scaler": trainer._loop.workshop.state.scaler, "losses": list(result.losses),
         "rates": [event.lr for event in rows_of(result, "step")],
     }  # fmt: skip
 
@@ -151,7 +151,7 @@ def test_a_failure_in_the_retry_of_a_skipped_step_changes_nothing(precision):
                 stack.enter_context(inject_oom(step=3, phase="optimizer"))
             result = trainer.fit()
         assert [row.skipped for row in rows_of(result, "step")] == [False, False, True, False, False, False]
-        ends.append((state_of(trainer), trainer._loop.state.scaler))
+        ends.append((state_of(trainer), trainer._loop.workshop.state.scaler))
     assert same(ends[1], ends[0]) is None
 
 
@@ -432,7 +432,7 @@ def test_a_failure_between_unscaling_and_stepping_leaves_the_scaler_as_it_was(mo
         result = trainer.fit()
         assert len(result.fallbacks) == len(failing)
         assert {event.phase for event in rows_of(result, "out_of_memory")} <= {"optimizer"}
-        ends.append((state_of(trainer), trainer._loop.state.scaler))
+        ends.append((state_of(trainer), trainer._loop.workshop.state.scaler))
     assert ends[0][1]["scale"] > 65536
     assert same(ends[1], ends[0]) is None
 
@@ -518,7 +518,7 @@ def test_models_of_another_precision_skip_amp_with_the_reason(dtype, words):
         result = trainer.fit()
     assert rungs(result) == ["halve_batch"]
     assert words in result.fallbacks[0].skipped["amp"]
-    assert trainer._loop.state.scaler == {}
+    assert trainer._loop.workshop.state.scaler == {}
 
 
 def test_fp16_is_refused_for_an_optimizer_that_evaluates_the_loss_itself():
@@ -548,7 +548,7 @@ def test_evaluation_runs_in_the_precision_of_the_training_and_leaves_it_alone(pr
     assert seen.count((False, True)) == 6
     assert set(seen) == {(True, True), (False, True)}
     assert same(state_of(evaluated), state_of(plain)) is None
-    assert same(evaluated._loop.state.scaler, plain._loop.state.scaler) is None
+    assert same(evaluated._loop.workshop.state.scaler, plain._loop.workshop.state.scaler) is None
     in_full = AdaptiveTrainer(evaluated.model, [], loss=loss, progress=False).evaluate(
         batches_of("dropout_transformer", num=2)
     )
@@ -582,7 +582,7 @@ def test_a_metric_that_refuses_amp_is_evaluated_without_it_and_the_training_keep
     assert seen.count((False, True)) == 1
     assert len(rows_of(result, "evaluate")) == 2
     assert same(state_of(trainer), state_of(plain)) is None
-    assert same(trainer._loop.state.scaler, plain._loop.state.scaler) is None
+    assert same(trainer._loop.workshop.state.scaler, plain._loop.workshop.state.scaler) is None
 
 
 def test_evaluating_under_amp_may_run_out_of_memory_too():

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from adaptive_trainer import recompute
+from adaptive_trainer import AdaptiveTrainer, recompute
 from adaptive_trainer.recompute import Recomputation, find_blocks, has_switch, possible
+from adaptive_trainer.testing import inject_oom
 
 WIDTH = 8
 
@@ -790,12 +792,19 @@ def test_one_block_registered_twice_is_one_block():
 # Models with a switch
 
 
-def tiny(name):
+def tiny(name, *, cache=False):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     if name == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=64, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
+            vocab_size=64,
+            n_positions=16,
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=cache,
         )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.BertConfig(
@@ -835,6 +844,23 @@ def test_a_hugging_face_model_is_switched_and_stays_bit_equal(name):
     after = {path: {k: v for k, v in m.__dict__.items() if "checkpointing" in k} for path, m in model.named_modules()}
     assert after == before
     assert not any(m._forward_hooks for p, m in model.named_modules() if "embed" in p)
+
+
+@pytest.mark.parametrize(("cache", "fidelity"), [(True, "rounding"), (False, "bit")])
+def test_a_model_that_loses_its_cache_with_the_switch_is_only_equal_up_to_rounding(cache, fidelity):
+    ids = torch.arange(24).reshape(2, 12)
+    model, data = tiny("gpt2", cache=cache), [{"input_ids": ids, "labels": ids}] * 2
+    plain = tiny("gpt2", cache=cache)
+    AdaptiveTrainer(plain, data, optimizer=partial(torch.optim.SGD, lr=0.1)).fit()
+    trainer = AdaptiveTrainer(
+        model, data, optimizer=partial(torch.optim.SGD, lr=0.1), ladder=["gradient_checkpointing"]
+    )
+    with inject_oom(step=1, phase="forward"):
+        result = trainer.fit()
+    assert [(event.rung, event.fidelity) for event in result.fallbacks] == [("gradient_checkpointing", fidelity)]
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-8)
+        assert cache or torch.equal(mine, theirs)
 
 
 def test_a_switch_that_the_user_threw_stays_as_it_is():

@@ -160,7 +160,7 @@ def streams() -> dict[str, Any]:
 
 def state_of(trainer) -> dict[str, Any]:
     """All that a run leaves behind: parameters, buffers, optimizer, schedule, random streams."""
-    state = trainer._loop.state
+    state = trainer._loop.workshop.state
     return {
         "model": {name: value.clone() for name, value in state.model.state_dict().items()},
         "flags": [module.training for module in state.model.modules()],

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from adaptive_trainer.objective import Objective
     from adaptive_trainer.phases import Track
     from adaptive_trainer.plan import Build
-    from adaptive_trainer.state import TrainState
+    from adaptive_trainer.state import Rewind, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,21 @@ class Evaluated:
 
 
 class Engine(Protocol):
-    """A built thing that can attempt and commit a step."""
+    """A built thing that can attempt and commit a step.
+
+    Attributes:
+        build: What it was built for.
+        model: The user's own module.
+        optimizer: What a commit moves the model by.
+        parameters: All that a step may move. Another list where these have become others.
+        rewind: The state from which the step under way started.
+    """
 
     build: Build
     model: nn.Module
+    optimizer: Optimizer
+    parameters: list[nn.Parameter]
+    rewind: Rewind
 
     def prepare(self) -> None:
         """Remember the state from which the next step starts. Once a step, before its first attempt."""
@@ -112,14 +123,24 @@ class Engine(Protocol):
     def drew_random_numbers(self) -> bool:
         """Whether a random stream has moved since `prepare`."""
 
+    @property
+    def cannot_repeat(self) -> bool:
+        """Whether a step that is done again from the state before others need not come out the same."""
+
     def discard(self) -> bool:
-        """Go back to the state that `prepare` remembered. Returns whether that could be done."""
+        """Go back to the state that `prepare` remembered, as far as no parameter has moved. Returns whether none has.
+
+        Parameters and optimizer state are the caller's to put back.
+        """
 
     def evaluate(self, batch: Any, sizes: tuple[int, ...]) -> Evaluated | Failure:
         """Measure a batch without gradients; nothing moves."""
 
     def export(self) -> TrainState:
         """What the next engine is built from."""
+
+    def adopt(self) -> None:
+        """Take up the `TrainState` again, after its values were put back."""
 
     def close(self) -> None:
         """Drop all that the engine holds and take off what it put on the model."""

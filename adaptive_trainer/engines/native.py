@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from itertools import chain
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from adaptive_trainer import precision, recompute
+from adaptive_trainer import precision, recompute, schedule
 from adaptive_trainer.batches import cut, tensors_of, to_device
 from adaptive_trainer.boundary import Boundary
 from adaptive_trainer.engines.base import Committed, Computed, Evaluated
 from adaptive_trainer.objective import zero_gradients
 from adaptive_trainer.phases import Phase
-from adaptive_trainer.state import Rewind, StateCopy, TrainState
+from adaptive_trainer.state import Rewind, TrainState
 from adaptive_trainer.traits import needs_closure
 from adaptive_trainer.weights import shares
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from adaptive_trainer.plan import Build
 
 
+_params = itemgetter("params")
+
+
 class NativeEngine:
     """Attempts and commits steps with plain torch. Built by `adaptive_trainer.engines.build.build`."""
 
@@ -38,55 +42,43 @@ class NativeEngine:
         assert state.optimizer is not None  # noqa: S101  `build` has made it
         self.build = build
         self.model = state.model
+        self.optimizer: Optimizer = state.optimizer
         self._state = state
         self._task = task
         self._track = task.track
         self._objective = task.objective
-        self._optimizer: Optimizer = state.optimizer
         self._read_parameters()
         self._precision = precision.of(build.precision, task.device)
-        self._precision.load(state.scaler)
+        self.adopt()
         self._count = task.objective.counter(self.model)
         self._counts_late = task.device.type == "cpu" and task.objective.step is None and task.objective.weight is None
         self._count_items = task.objective.counter(self.model, by_class=False)
-        self._rewind = Rewind([self.model, *task.objective.modules], self.model.parameters(), task.device)
         # The first time makes room for the copies, so it belongs to the build, which may run out of memory.
         with nullcontext() if task.budget is None else task.budget.paused():
-            self._rewind.take()
+            self.rewind.take()
         # After all that may fail, because an engine that was never built takes nothing off the model.
         self._recomputation = recompute.Recomputation.put_on(self.model) if build.gradient_checkpointing else None
-        self._closure = needs_closure(self._optimizer)
-        self._copy: StateCopy | None = None
-        self._state.forward_moves_parameters = state.forward_moves_parameters or self._closure
+        self._closure = needs_closure(self.optimizer)
         self._entered = False
         # A wrapper around an optimizer may lack what torch's base class gives; it counts as begun from the start.
-        has_hooks = hasattr(self._optimizer, "_optimizer_step_pre_hooks")
-        self._entering = self._optimizer.register_step_pre_hook(self._enter) if has_hooks else None
+        has_hooks = hasattr(self.optimizer, "_optimizer_step_pre_hooks")
+        self._entering = self.optimizer.register_step_pre_hook(self._enter) if has_hooks else None
 
     # One step, from prepare to commit.
 
     def prepare(self) -> None:
         """Remember the state from which the next step starts."""
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._parameters):
-            self._read_parameters()  # the user has added a group, as people do who unfreeze layer by layer
+        held = [*chain.from_iterable(map(_params, self.optimizer.param_groups))]
+        if len(held) != len(self._held_parameters) or not all(map(is_, held, self._held_parameters)):
+            self._read_parameters()  # people unfreeze layer by layer, or put another head in the place of the old one
         self._clear_gradients()
-        self._copy, self._entered = None, False
-        if self._state.forward_moves_parameters or not self._state.optimizer_has_stepped:
-            # A host too small for the copy is no reason not to train: the step is then merely harder to undo.
-            with Boundary(self._track, lambda failure: failure.is_memory):
-                self._copy = StateCopy(self._all_parameters, self._optimizer)
-        self._rewind.take()
+        self._entered = False
+        self.rewind.take()
 
     def attempt(self, batch: Any, sizes: tuple[int, ...]) -> Computed | Failure:
         """Compute the gradients of a step."""
         with Boundary(self._track, self._task.answerable) as boundary:
-            if self._closure:
-                return self._closure_step(batch, sizes)
-            computed = Computed(self._gradients(batch, sizes))
-            # A forward that changes parameters is found out in its first step, and copied from then on.
-            if self._copy is not None and not self._state.forward_moves_parameters:
-                self._state.forward_moves_parameters = self._rewind.parameters_moved or self._copy.differs()
-            return computed
+            return self._closure_step(batch, sizes) if self._closure else Computed(self._gradients(batch, sizes))
         return boundary.failed
 
     def commit(self, computed: Computed) -> Committed | Failure:
@@ -96,32 +88,33 @@ class NativeEngine:
         with Boundary(self._track, self._task.answerable) as boundary:
             with self._track.enter(Phase.OPTIMIZER):
                 moved = self._closure or self._precision.step(
-                    self._optimizer, self._parameters, self._task.max_grad_norm, computed.loss
+                    self.optimizer, self._held_parameters, self._task.max_grad_norm, computed.loss
                 )
             loss = computed.loss.item()
             if moved:
-                self._schedule(loss)
+                schedule.move(self._state.scheduler, loss)
                 self._state.optimizer_has_stepped = True
-            self._copy, self._entered = None, False
+            self._entered = False
             return Committed(loss, lr, moved)
         return boundary.failed
 
     def discard(self) -> bool:
-        """Go back to the state that `prepare` remembered. Returns whether that could be done."""
+        """Go back to the state that `prepare` remembered, parameters apart. Returns whether none of these has moved."""
         self._clear_gradients()
-        self._precision.reset(self._optimizer)
-        self._rewind.restore_places()
-        if self._copy is not None:
-            self._copy.restore()
-        elif self._rewind.parameters_moved or self._entered:
-            return False
-        self._rewind.restore()
-        return True
+        self._precision.reset(self.optimizer)
+        untouched = not (self._entered or self._closure or self.rewind.parameters_moved)
+        self.rewind.restore()
+        return untouched
+
+    @property
+    def cannot_repeat(self) -> bool:
+        """Whether a step needs the copy right before it to be undone: its forward, or the search for it, moves all."""
+        return self._closure or self._state.forward_moves_parameters
 
     @property
     def drew_random_numbers(self) -> bool:
         """Whether a random stream has moved in this step."""
-        return self._rewind.drew_random_numbers
+        return self.rewind.drew_random_numbers
 
     # The pieces of a step.
 
@@ -133,11 +126,11 @@ class NativeEngine:
         whole = len(sizes) == 1
         counts = [self._count(piece, size or None, whole=whole) for piece, size in zip(pieces, sizes, strict=True)]
         if self._objective.step is not None and self._objective.weight is None:
-            return self._gradients_weighted_afterwards(pieces, sum(counts) or 1.0)
+            return self._gradients_weighted_afterwards(pieces, sizes, sum(counts) or 1.0)
         parts = [1.0] if whole and counts[0] > 0 else shares(counts, "sum" if self._objective.sums else "mean")
         if not any(counts):
             parts = [0.0] * len(parts)
-            zero_gradients(self._parameters)
+            zero_gradients(self._held_parameters)
         total, _ = self._piece(0, pieces, parts[0])
         for index in range(1, len(parts)):
             total = total + self._piece(index, pieces, parts[index])[0]
@@ -151,10 +144,10 @@ class NativeEngine:
         total, _ = self._piece(0, pieces, 1.0)
         if math.isfinite(total.item()) or self._count(batch, whole=True) > 0:
             return total
-        zero_gradients(self._parameters)
+        zero_gradients(self._held_parameters)
         return torch.zeros_like(total)
 
-    def _gradients_weighted_afterwards(self, pieces: list[Any], expected: float) -> Tensor:
+    def _gradients_weighted_afterwards(self, pieces: list[Any], sizes: tuple[int, ...], expected: float) -> Tensor:
         """The same where a piece's weight is known only once its loss is: the sum is divided at the end.
 
         Until then it is divided by the ``expected`` weight of the whole batch, so that no piece's scaled gradient
@@ -163,19 +156,21 @@ class NativeEngine:
         total, weights = torch.zeros((), device=self._task.device), 0.0
         alone = len(pieces) == 1
         for index in range(len(pieces)):
-            loss, weight = self._piece(index, pieces, None if not alone else 1.0, expected)
+            loss, weight = self._piece(index, pieces, None if not alone else 1.0, expected, sizes[index])
             total, weights = total + loss, weights + weight
         if weights == 0:
-            zero_gradients(self._parameters)
+            zero_gradients(self._held_parameters)
         elif not alone and not self._objective.sums and weights != expected:
             with self._track.enter(Phase.REDUCE), torch.no_grad():
-                for parameter in self._parameters:
+                for parameter in self._held_parameters:
                     if parameter.grad is not None:
                         parameter.grad.div_(weights / expected)
             total = total / (weights / expected)
         return total
 
-    def _piece(self, index: int, pieces: list[Any], part: float | None, expected: float = 1.0) -> tuple[Tensor, float]:
+    def _piece(
+        self, index: int, pieces: list[Any], part: float | None, expected: float = 1.0, size: int = 0
+    ) -> tuple[Tensor, float]:
         """Forward and backward of one piece: its part of the loss, without a graph, and its weight.
 
         ``part`` is what its loss counts for; None where the weight that the user's step gives has to be used, over the
@@ -188,7 +183,7 @@ class NativeEngine:
         with held:
             with self._track.enter(Phase.FORWARD, index), self._precision.autocast():
                 measured = self._objective.measure(self.model, piece)
-            part, weight = self._part(measured, piece, part, expected)
+            part, weight = self._part(measured, piece, part, expected, size)
             if part == 0 or weight == 0:
                 return torch.zeros((), device=self._task.device), weight
             loss = measured.loss if part == 1 else measured.loss * part
@@ -198,11 +193,13 @@ class NativeEngine:
                 self._precision.backward(loss)
             return value, weight
 
-    def _part(self, measured: Measured, piece: Any, part: float | None, expected: float) -> tuple[float, float]:
+    def _part(
+        self, measured: Measured, piece: Any, part: float | None, expected: float, size: int
+    ) -> tuple[float, float]:
         """What a piece's loss is multiplied with, and the piece's weight."""
         if self._objective.step is None or self._objective.weight is not None:
             return cast("float", part), 1.0
-        weight = self._count(piece) if measured.weight is None else measured.weight
+        weight = self._count(piece, size or None) if measured.weight is None else measured.weight
         if part is not None or self._objective.sums:
             return 1.0, weight
         return weight / expected, weight
@@ -220,35 +217,29 @@ class NativeEngine:
             self._clear_gradients()
             with torch.enable_grad():
                 loss = self._gradients(batch, sizes)
-            precision.clip(self._parameters, self._task.max_grad_norm)
+            precision.clip(self._held_parameters, self._task.max_grad_norm)
             return loss
 
-        loss = self._optimizer.step(cast("Any", closure))
+        loss = self.optimizer.step(cast("Any", closure))
         return Computed(torch.as_tensor(loss).detach())
 
     # What a commit reads and moves beside the optimizer.
 
     def _learning_rate(self) -> float | None:
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
-
-    def _schedule(self, loss: float) -> None:
-        scheduler = self._state.scheduler
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(loss)
-        elif scheduler is not None:
-            scheduler.step()
 
     def _read_parameters(self) -> None:
         """Read which parameters there are: the optimizer's, and all.
 
         What the optimizer was not given gets gradients all the same, and may be moved by a forward (an average).
         """
-        self._parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._all_parameters = list(dict.fromkeys([*self._parameters, *self.model.parameters()]))
+        self._held_parameters = [*chain.from_iterable(map(_params, self.optimizer.param_groups))]
+        self.parameters = list(dict.fromkeys([*self._held_parameters, *self.model.parameters()]))
+        self.rewind = Rewind([self.model, *self._objective.modules], self.parameters, self._task.device)
 
     def _clear_gradients(self) -> None:
-        for parameter in self._all_parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def _enter(self, *_: object) -> None:
@@ -260,7 +251,7 @@ class NativeEngine:
     def evaluate(self, batch: Any, sizes: tuple[int, ...]) -> Evaluated | Failure:
         """Measure a batch without gradients."""
         self._clear_gradients()
-        self._rewind.take()
+        self.rewind.take()
         with Boundary(self._track, self._task.answerable) as boundary, torch.no_grad():
             found = Evaluated()
             for index, piece in enumerate(cut(batch, sum(sizes), sizes)):
@@ -287,6 +278,10 @@ class NativeEngine:
         # Another precision has no scaler, and leaves that of an fp16 engine before it for the one after it.
         self._state.scaler = self._precision.state() or self._state.scaler
         return self._state
+
+    def adopt(self) -> None:
+        """Take up the train state again, after its values were put back."""
+        self._precision.load(self._state.scaler)
 
     def close(self) -> None:
         """Take gradient checkpointing off and drop the gradients."""

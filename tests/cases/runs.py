@@ -43,7 +43,7 @@ def assert_close(found, expected, atol=1e-6):
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(mine[name], value, rtol=0, atol=atol)
-    mine, theirs = found._loop.state, expected._loop.state
+    mine, theirs = found._loop.workshop.state, expected._loop.workshop.state
     state, wanted = mine.optimizer.state_dict(), theirs.optimizer.state_dict()
     assert state["state"].keys() == wanted["state"].keys()
     for index, entries in wanted["state"].items():

@@ -176,7 +176,7 @@ def test_case_002_a_stale_error_of_the_clean_up_is_swallowed_once(monkeypatch, p
         trainer = run(model, plan=plan)
         result = trainer.fit()
         assert rungs(result) == (["empty_cache"] if disturbed else [])
-        ends.append((state_of(trainer), trainer._loop.state.scaler))
+        ends.append((state_of(trainer), trainer._loop.workshop.state.scaler))
     assert at.passed == 2
     assert same(ends[1], ends[0]) is None
 

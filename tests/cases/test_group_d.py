@@ -45,7 +45,7 @@ def run(model=None, *, scheduler=linear, optimizer=steep, num=STEPS, **rest):
 
 
 def rate_of(trainer):
-    return trainer._loop.state.optimizer.param_groups[0]["lr"]
+    return trainer._loop.workshop.state.optimizer.param_groups[0]["lr"]
 
 
 # Row 64: one step of the schedule for one of the optimizer.
@@ -64,7 +64,10 @@ def test_case_064_accumulation_that_changes_leaves_the_learning_rates_alone(atta
     assert rate_of(trainer) == pytest.approx(0.5)
     plain, expected = run()
     assert rates(result) == rates(expected)
-    assert same(trainer._loop.state.scheduler.state_dict(), plain._loop.state.scheduler.state_dict()) is None
+    assert (
+        same(trainer._loop.workshop.state.scheduler.state_dict(), plain._loop.workshop.state.scheduler.state_dict())
+        is None
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
@@ -106,7 +109,7 @@ def test_case_064_a_schedule_that_is_its_users_own_object():
     at_backward(model, 2, 3)
     trainer, result = run(model, scheduler=Own)
     assert rates(result) == [1.0, 0.5, 0.25, 0.125, 0.0625]
-    assert trainer._loop.state.scheduler.steps == 5
+    assert trainer._loop.workshop.state.scheduler.steps == 5
 
 
 def test_case_064_a_schedule_that_could_not_be_made_at_once_is_made():
@@ -198,8 +201,10 @@ def test_case_068_a_skipped_step_moves_neither_schedule_nor_count_with_and_witho
         assert [round(row.lr, 6) for row in rows] == [1.0, 0.9, 0.8, 0.7, 0.7, 0.6, 0.5, 0.4]
         assert found.steps == 7
     assert same(state_of(trainer), state_of(plain)) is None
-    assert trainer._loop.state.scaler == plain._loop.state.scaler
-    assert plain._loop.state.scaler["scale"] == 65536.0 * 2  # doubled after 3, halved at the fourth, doubled after 7
+    assert trainer._loop.workshop.state.scaler == plain._loop.workshop.state.scaler
+    assert (
+        plain._loop.workshop.state.scaler["scale"] == 65536.0 * 2
+    )  # doubled after 3, halved at the fourth, doubled after 7
 
 
 @pytest.mark.usefixtures("_growing_scale")
@@ -239,7 +244,7 @@ def test_case_068_a_scale_survives_a_rebuild():
         )
         result = trainer.fit()
         assert rungs(result) == (["gradient_checkpointing"] if fail else [])
-        ends.append((state_of(trainer), trainer._loop.state.scaler, rates(result)))
+        ends.append((state_of(trainer), trainer._loop.workshop.state.scaler, rates(result)))
     assert ends[0][1]["_growth_tracker"] == 4
     assert same(ends[1], ends[0]) is None
 

@@ -119,7 +119,7 @@ def test_case_079_behind_frozen_parts_every_trainable_parameter_is_trained(make)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved == trainable
-    assert len(trainer._loop.state.optimizer.state) == len(trainable)
+    assert len(trainer._loop.workshop.state.optimizer.state) == len(trainable)
 
 
 def test_case_080_wholly_frozen_blocks_are_harmless():

@@ -31,7 +31,7 @@ def trainer_of(model=None, **rest):
 
 
 def scaler_of(trainer):
-    return trainer._loop.state.scaler
+    return trainer._loop.workshop.state.scaler
 
 
 @pytest.fixture

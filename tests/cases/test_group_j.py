@@ -61,7 +61,10 @@ def test_case_118_evaluation_that_does_not_fit_is_cut_and_the_training_is_not():
     assert not any(recorded)
     for mine, theirs in zip(capped.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert same(capped._loop.state.optimizer.state_dict(), plain._loop.state.optimizer.state_dict()) is None
+    assert (
+        same(capped._loop.workshop.state.optimizer.state_dict(), plain._loop.workshop.state.optimizer.state_dict())
+        is None
+    )
 
 
 def test_case_118_a_training_that_was_cut_evaluates_whole_batches_and_goes_on_as_it_was():

@@ -86,7 +86,7 @@ def test_a_first_step_that_failed_half_way_gives_back_what_optimizers_hide(alloc
             assert injected.fired == 1
         else:
             trainer.fit()
-        optimizer = trainer._loop.state.optimizer
+        optimizer = trainer._loop.workshop.state.optimizer
         ends.append((state_of(trainer), optimizer.count, optimizer.inner.state_dict()))
     assert same(*ends) is None
 

@@ -1,0 +1,107 @@
+"""Where the model is loaded and engines are built, down the ladder if need be, and taken apart again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from adaptive_trainer.boundary import Boundary
+from adaptive_trainer.engines.build import build
+from adaptive_trainer.errors import DataError
+from adaptive_trainer.history import History
+from adaptive_trainer.phases import Phase
+from adaptive_trainer.state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from adaptive_trainer.boundary import Failure
+    from adaptive_trainer.engines.base import Engine, Task
+    from adaptive_trainer.plan import Plan
+
+
+class Workshop:
+    """The train state, and the engine that works on it at the moment.
+
+    Attributes:
+        task: What engines are built from.
+        state: None until the model is loaded.
+        engine: None until it is needed, and between two runs.
+        history: The engine's last steps.
+
+    Args:
+        model: The user's module, or a function that makes it.
+        plan: The plan in force now.
+        answer: Deals with a failure while loading or building, so that it can be tried again; or raises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        task: Task,
+        plan: Callable[[], Plan],
+        answer: Callable[[Failure], None],
+    ) -> None:
+        self.task = task
+        self.state: TrainState | None = None
+        self.engine: Engine | None = None
+        self.history = History(task)
+        self._model = model
+        self._plan = plan
+        self._answer = answer
+
+    def load(self) -> TrainState:
+        """Load the model, once.
+
+        Raises:
+            DataError: It is no module.
+        """
+        while self.state is None:
+            with Boundary(self.task.track, self.task.answerable) as boundary:
+                model = self._model
+                if not isinstance(model, nn.Module):
+                    with self.task.track.enter(Phase.LOAD):
+                        model = model()
+                self.state = TrainState(model=_module(model))
+            if boundary.failure is not None:
+                self._answer(boundary.failure)
+        return self.state
+
+    def open(self) -> Engine:
+        """The engine for the plan in force."""
+        if self.engine is not None and self.engine.build != self._plan().build:
+            self.close()
+        while self.engine is None:
+            state = self.load()
+            with Boundary(self.task.track, self.task.answerable) as boundary:
+                self.engine = build(self._plan().build, state, self.task)
+            if boundary.failure is not None:
+                self._answer(boundary.failure)
+        return self.engine
+
+    def is_fit(self) -> bool:
+        """Whether there is no engine, or the right one."""
+        return self.engine is None or self.engine.build == self._plan().build
+
+    def close(self) -> None:
+        """Leave the model as the user knows it, whatever happens on the way."""
+        self.history.forget()
+        if self.engine is None:
+            return
+        engine, self.engine = self.engine, None
+        try:
+            self.state = engine.export()
+        finally:
+            engine.close()
+
+
+def _module(model: Any) -> nn.Module:
+    """The module, if it is one.
+
+    Raises:
+        DataError: It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise DataError(f"model: it gave a {type(model).__name__}; give a torch.nn.Module or a function that makes one")
+    return model
