@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 _END = object()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is made in every step, and would take three times as long
 class Fetched:
     """The batch of one optimizer step.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _REMEMBERED = 101
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: it is made in every step, and would take three times as long
 class Load:
     """What the walk has to get through at the moment: one batch, or none while a model is loaded or built.
 

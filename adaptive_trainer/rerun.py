@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from adaptive_trainer.snapshot import SMALL_BYTES, AttributeSnapshot, version
+from adaptive_trainer.attributes import SMALL_BYTES, AttributeSnapshot, version
 from adaptive_trainer.streams import HostStreams
 
 if TYPE_CHECKING:

@@ -47,6 +47,7 @@ class Workshop:
         self.state: TrainState | None = None
         self.engine: Engine | None = None
         self.history = History(task)
+        self._opened_for: Plan | None = None
         self._model = model
         self._plan = plan
         self._answer = answer
@@ -70,7 +71,10 @@ class Workshop:
 
     def open(self) -> Engine:
         """The engine for the plan in force."""
-        if self.engine is not None and self.engine.build != self._plan().build:
+        plan = self._plan()
+        if plan is self._opened_for and self.engine is not None:
+            return self.engine  # asked in every step, and a build is not made in no time
+        if self.engine is not None and self.engine.build != plan.build:
             self.close()
         while self.engine is None:
             state = self.load()
@@ -78,6 +82,7 @@ class Workshop:
                 self.engine = build(self._plan().build, state, self.task)
             if boundary.failure is not None:
                 self._answer(boundary.failure)
+        self._opened_for = self._plan()
         return self.engine
 
     def is_fit(self) -> bool:

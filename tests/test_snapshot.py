@@ -19,7 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_trainer import streams
-from adaptive_trainer.snapshot import AttributeSnapshot, ModuleSnapshot
+from adaptive_trainer.attributes import AttributeSnapshot
+from adaptive_trainer.snapshot import ModuleSnapshot
 from adaptive_trainer.streams import HostStreams, RandomStreams
 
 CPU = torch.device("cpu")

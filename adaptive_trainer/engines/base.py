@@ -49,14 +49,14 @@ class Task:
     answerable: Callable[[Failure], bool] = lambda _failure: False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is made in every step, and would take three times as long
 class Computed:
     """The gradients of a step are there. ``loss`` is the whole batch's, with one element, without a graph."""
 
     loss: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it is made in every step, and would take three times as long
 class Committed:
     """A step is done.
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from adaptive_trainer import AdaptiveTrainer, Plan, RecipeError
 from adaptive_trainer.testing import inject_oom
@@ -219,3 +219,42 @@ def test_buffers_of_every_layout_are_trained_with():
     model.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged))
     with inject_oom(step=1):
         assert AdaptiveTrainer(model, ZOO["mlp"].data(16), loss=loss, batch_size=8, progress=False).fit().steps == 2
+
+
+class Watched(nn.Module):
+    """Its forward counts on one of torch's own layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)
+        self.first.calls = 0
+
+    def forward(self, inputs):
+        self.first.calls += 1
+        return self.last(self.drop(self.first(inputs)))
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 9, 70])
+def test_what_a_forward_binds_on_a_plain_layer_comes_back(step):
+    torch.manual_seed(0)
+    model, data = Watched(), TensorDataset(torch.randn(144, 4), torch.randn(144, 1))
+    trainer = AdaptiveTrainer(model, data, loss=nn.MSELoss(), batch_size=2)
+    with inject_oom(step=step, phase="backward"):
+        assert trainer.fit().steps == 72
+    assert model.first.calls == 72
+
+
+def test_what_a_callback_does_to_a_plain_layer_that_stood_still_stays():
+    torch.manual_seed(0)
+    model, data = Watched(), TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+
+    def freeze(event):
+        if event.event == "step" and event.step == 10:
+            model.drop.eval()
+            model.last.note = "mine"
+
+    trainer = AdaptiveTrainer(model, data, loss=nn.MSELoss(), batch_size=2, callbacks=[freeze])
+    with inject_oom(step=12, phase="backward"):
+        trainer.fit()
+    assert not model.drop.training
+    assert model.last.note == "mine"
