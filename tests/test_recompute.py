@@ -642,7 +642,7 @@ def test_out_of_memory_on_the_way_back_puts_everything_back(monkeypatch):
     def fail(_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("adaptive_trainer.snapshot._Faded.tensor", fail)
+    monkeypatch.setattr("adaptive_trainer.attributes._Faded.tensor", fail)
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward()
     assert model.router.total is total
