@@ -83,6 +83,7 @@ class History:
         self.num_bytes = 0
         self._task = task
         self._track = task.track
+        self._is_host = task.device.type == "cpu"
         self._steps: list[_Done] = []
         self._copy: _Copy | None = None
         self._options: list[dict[str, Any]] = []  # those of the step under way
@@ -115,7 +116,8 @@ class History:
             return
         streams = engine.rewind.streams
         assert streams is not None  # noqa: S101  the engine has prepared this step
-        batch = to_device(batch, _HOST)  # in containers of its own, and nothing of it where memory is short
+        if not self._is_host:
+            batch = to_device(batch, _HOST)
         self._steps.append(_Done(batch, cuts, streams, self._options, committed.loss, committed.moved))
         self._batches_bytes += num_bytes
         self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it

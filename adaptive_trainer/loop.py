@@ -195,6 +195,9 @@ class Loop:
         self._batch = fetched.batch
         rows = length(fetched.batch, fetched.expected)
         self._mark = memory.allocated_bytes(self.task.device, self.task.budget) if self._is_measured else None
+        if self.walk.now.micro_batch is not None:  # somebody may have unfrozen what must not see a single row
+            norm = traits.normalises_over_batch(self.workshop.load().model)
+            self._traits = replace(self._traits, batch_norm=norm)
         self.walk.face(Load(num_rows=rows, num_elements=num_elements(fetched.batch), held_bytes=self._mark))
 
     def _insist(self, engine: Engine, attempt: Callable[[Engine, Any, tuple[int, ...]], Outcome | Failure]) -> Outcome:

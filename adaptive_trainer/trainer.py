@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -156,6 +156,7 @@ class AdaptiveTrainer:
         self._epochs = 0
         self._metrics: dict[str, float] = {}
         self._evaluated_at: int | None = None
+        self._is_fitting = False
         self._recipe: Recipe | None = None
 
     @classmethod
@@ -212,6 +213,7 @@ class AdaptiveTrainer:
             seed_everything(self._seed)
         with ExitStack() as stack:
             stack.callback(loop.close)
+            stack.enter_context(self._fitting())
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
             self._start(self._source)
             run = Run(loop, self._source, goal, self._record, self._evaluate_once, eval_steps=self._eval_steps)
@@ -239,12 +241,23 @@ class AdaptiveTrainer:
             raise RecipeError("eval_data: none was given; type evaluate(data), or give eval_data to the trainer")
         if self._loop.in_step:
             raise RecipeError("evaluate: a step is under way; call it for a step event, when that step is done")
+        if self._is_fitting:
+            return dict(self._evaluate(data))
         if self._loop.workshop.state is None:
             self._load_as_fit_would()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._loop.close)
+            self._journal = stack.enter_context(Journal(self._journal_path, self._hooks))
             return dict(self._evaluate(data))
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """Within it, an evaluation that a callback asks for is one of the run's."""
+        self._is_fitting = True
+        try:
+            yield
         finally:
-            self._loop.close()
+            self._is_fitting = False
 
     def _load_as_fit_would(self) -> None:
         """Make the model from the seed, and leave the user's random streams as they are."""
@@ -284,8 +297,11 @@ class AdaptiveTrainer:
             hooks.append(stack.enter_context(Trackers(self._trackers, self._run_dir)))
         if self._recipe is not None and self._run_dir is not None and self._loop.ranks.rank == 0:
             self._recipe.save(self._run_dir)
-        path = None if self._run_dir is None else self._run_dir / JOURNAL_NAME
-        return Journal(path, [*hooks, *self._hooks])
+        return Journal(self._journal_path, [*hooks, *self._hooks])
+
+    @property
+    def _journal_path(self) -> Path | None:
+        return None if self._run_dir is None else self._run_dir / JOURNAL_NAME
 
     def _start(self, source: Source) -> None:
         loop = self._loop

@@ -452,3 +452,41 @@ def test_an_evaluation_never_cuts_what_must_not_be_cut():
     )
     trainer.evaluate([member.data(32)[:]])
     assert seen == [32]
+
+
+# Outside a run, and asked for within one.
+
+
+def test_an_evaluation_after_a_run_has_a_row_and_is_told_to_callbacks(tmp_path):
+    seen = []
+    trainer = trainer_of(
+        run_dir=tmp_path, callbacks=[lambda event: seen.append(event.event)], eval_data=ZOO["mlp"].data(9)
+    )
+    trainer.fit()
+    before = seen.count("evaluate")
+    trainer.evaluate()
+    rows = [json.loads(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert seen.count("evaluate") == before + 1
+    assert rows.count("evaluate") == before + 1
+    assert rows[-1] == "evaluate"
+
+
+def run_asking(*, asking):
+    """A run whose callback asks for an evaluation at each step, or not; its end, and how many engines it had."""
+    engines, made = set(), []
+
+    def ask(event):
+        if event.event == "step":
+            engines.add(id(made[0]._loop.workshop.engine))
+            if asking:
+                made[0].evaluate(ZOO["mlp"].data(9))
+
+    made.append(trainer_of(callbacks=[ask], plan=Plan(precision="fp16")))
+    made[0].fit()
+    return state_of(made[0]), len(engines)
+
+
+def test_an_evaluation_that_a_callback_asks_for_leaves_the_run_as_it_is():
+    (asked, engines), (plain, _) = run_asking(asking=True), run_asking(asking=False)
+    assert engines == 1
+    assert same(asked, plain) is None

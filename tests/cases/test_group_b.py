@@ -703,3 +703,18 @@ def test_case_030_the_size_stays_small_after_a_halving():
     seen = cap(model, 4)
     trainer_of(model).fit()
     assert seen == [16, 16, 8, *[4] * 16]
+
+
+def test_a_batch_norm_that_a_callback_unfreezes_never_sees_a_single_row():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval()
+    data = torch.utils.data.TensorDataset(torch.randn(20, 4), torch.randn(20, 1))
+
+    def unfreeze(event):
+        if event.event == "step":
+            model[1].train()
+
+    plan = Plan(micro_batch=1)
+    trainer = AdaptiveTrainer(model, data, loss=nn.MSELoss(), batch_size=5, plan=plan, callbacks=[unfreeze])
+    assert trainer.fit().steps == 4
