@@ -222,8 +222,8 @@ class Source:
         # What can be gone through once only goes on by itself.
         if self.num_taken and not isinstance(self._data, Iterator):
             log.warning(
-                "%s: epoch %d was broken off after %d batches while the next one was read; a %s can only begin it anew, "
-                "so they are used again (a Dataset with batch_size goes on where it was)",
+                "%s: epoch %d was broken off after %d batches while the next one was read; a %s can only begin it "
+                "anew, so they are used again (a Dataset with batch_size goes on where it was)",
                 self._key, self._epoch + 1, self.num_taken, type(self._data).__name__,
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ from numbers import Number
 from typing import Any
 
 from adaptive_trainer.errors import DataError
-from adaptive_trainer.nesting import is_array, is_sequence
+from adaptive_trainer.nesting import is_array, is_rows, is_sequence
 
 _TARGET_NAMES = ("labels", "label", "targets", "target")
 
@@ -38,7 +38,7 @@ def refuse_columns(key: str, data: Any) -> None:
 
 def _are_columns(entries: Any) -> bool:
     """Whether a list or tuple holds all inputs and all targets, rather than batches of one kind."""
-    if len(entries) < 2 or not all(is_array(entry) and entry.ndim for entry in entries):
+    if len(entries) < 2 or not all(is_rows(entry) for entry in entries):
         return False
     kinds = {(type(entry), entry.dtype, tuple(entry.shape[1:])) for entry in entries}
     alike_as_pairs_are = isinstance(entries, tuple) and len(entries) == 2
@@ -57,7 +57,8 @@ def refuse_samples(key: str, data: Any) -> None:
     if found is not None:
         raise DataError(
             f"{key}: its first item is {found}, so it is a list of samples and not of batches; type for example "
-            f"batch_size=32 (samples per optimizer step), or give DataLoader({key}, batch_size=None) if these are batches"
+            "batch_size=32 (samples per optimizer step), or, if these are batches, give "
+            f"DataLoader({key}, batch_size=None)"
         )
 
 
@@ -70,7 +71,7 @@ def _why_a_sample(item: Any) -> str | None:
         return None if name is None else f"a mapping with a single number as {name!r}"
     if is_sequence(item) and len(item) == 2 and _is_scalar(item[1]):
         return "a pair with a single number as its target"
-    if isinstance(item, tuple) and is_sequence(item) and all(is_array(field) and field.ndim for field in item):
+    if isinstance(item, tuple) and is_sequence(item) and all(is_rows(field) for field in item):
         lengths = {len(field) for field in item}
         if 1 < len(lengths) == len(item):
             shapes = " and ".join(str(tuple(field.shape)) for field in item)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from adaptive_trainer import AdaptiveTrainer, DataError
+from adaptive_trainer import AdaptiveTrainer, DataError, RecipeError
 from adaptive_trainer.data import Source
+from adaptive_trainer.testing import inject_oom
 
 X, Y = torch.randn(12, 4), torch.randn(12, 1)
 LABELS = torch.arange(12) % 2
@@ -181,3 +182,68 @@ def test_a_loader_that_failed_before_its_first_batch_has_nothing_to_warn_of(capl
     error = KeyboardInterrupt()
     fit_twice(DataLoader(Fragile(error, 0), batch_size=4), error)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# Loss, metrics and models as newcomers give them.
+
+
+def make_trainer(model=None, data=None, **options):
+    return AdaptiveTrainer(
+        model or nn.Linear(4, 1), TensorDataset(X, Y) if data is None else data, batch_size=4, device="cpu", **options
+    )
+
+
+def test_pairs_without_a_loss_ask_for_it():
+    with pytest.raises(DataError, match="loss: none is given"):
+        make_trainer().fit()
+
+
+def test_the_messages_about_a_mapping_and_about_metrics_lead_to_what_works():
+    samples = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    metrics = {"mae": nn.functional.l1_loss}
+    with pytest.raises(DataError, match=r"it has 'x', 'y'\. Let the data give pairs.*with metrics too"):
+        make_trainer(data=samples, loss=nn.MSELoss(), metrics=metrics, eval_data=samples).fit()
+    with pytest.raises(RecipeError, match=r"drop metrics, or give loss instead of step, with data that give pairs"):
+        make_trainer(data=samples, step=lambda model, batch: 0, metrics=metrics, eval_data=samples)
+    pairs = [(sample["x"], sample["y"]) for sample in samples]
+    assert "mae" in make_trainer(data=pairs, loss=nn.MSELoss(), metrics=metrics, eval_data=pairs).fit().metrics
+
+
+def test_a_metrics_own_error_passes_through_with_its_name_and_without_another_steps_failure():
+    error = ValueError("mine")
+
+    def failing(output, targets):
+        raise error
+
+    def step_fails(event):
+        if event.event == "fallback":
+            raise KeyboardInterrupt
+
+    trainer = make_trainer(
+        loss=nn.MSELoss(), metrics={"accuracy": failing}, eval_data=TensorDataset(X, Y), callbacks=[step_fails]
+    )
+    with inject_oom(step=1, phase="forward"), pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    with pytest.raises(ValueError, match="mine") as caught:
+        trainer.evaluate()
+    assert caught.value is error
+    assert caught.value.__notes__ == ["raised by the metric 'accuracy'"]
+
+
+@pytest.mark.parametrize(
+    ("given", "what"), [(torch.zeros(3), r"a tensor of shape \(3,\)"), (None, "a NoneType"), ("x", "a str")]
+)
+def test_a_metric_that_gives_no_number_is_named(given, what):
+    trainer = make_trainer(
+        loss=nn.MSELoss(), metrics={"mine": lambda output, targets: given}, eval_data=TensorDataset(X, Y)
+    )
+    with pytest.raises(DataError, match=f"^metrics: 'mine' gave {what}; it must give one number"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("objective", [{"loss": nn.MSELoss()}, {"step": lambda model, batch: model(batch[0]).mean()}])
+def test_a_model_of_which_nothing_is_trained_is_refused(objective):
+    model = nn.Linear(4, 1).requires_grad_(requires_grad=False)
+    with pytest.raises(DataError, match="model: none of its 2 parameters is trained"):
+        make_trainer(model, **objective).fit()
+    assert make_trainer(model, **objective).evaluate(TensorDataset(X, Y))["loss"] is not None
