@@ -173,7 +173,10 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
         ({"loss", "step"} <= has, "step: it replaces the loss; give step or loss, not both"),
         (
             "step" in has and bool(values.get("metrics")),
-            "metrics: they look at output and targets, which step keeps to itself; give loss instead, or drop metrics",
+            (
+                "metrics: they look at output and targets, which step keeps to itself; drop metrics, or give loss "
+                "instead of step, with data that give pairs (inputs, targets)"
+            ),
         ),
         ("eval_steps" in has and "eval_data" not in has, "eval_steps: nothing is evaluated without eval_data; give it"),
         (

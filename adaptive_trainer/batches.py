@@ -9,6 +9,7 @@ its own, so that nothing that a user's code does to them reaches the next attemp
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
@@ -24,7 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from adaptive_trainer.errors import DataError
-from adaptive_trainer.nesting import entries_of, fresh, has_arrays, is_array, is_sequence, leaves, rebuilt, spelled
+from adaptive_trainer.nesting import (
+    entries_of,
+    fresh,
+    has_arrays,
+    is_array,
+    is_rows,
+    is_sequence,
+    leaves,
+    rebuilt,
+    spelled,
+)
 from adaptive_trainer.plan import sizes
 
 __all__ = [
@@ -95,11 +106,26 @@ def cut(batch: Any, num_samples: int, sizes: Sequence[int]) -> list[Any]:
         plain = type(batch) in {tuple, list} and all(type(field) is Tensor for field in batch)  # asked once a step
         return [type(batch)(batch) if plain else fresh(batch)]
     bounds = list(pairwise(accumulate(sizes, initial=0)))
+    _refuse_ragged_tuple(batch)
     knife = _Knife(num_samples, bounds, rows_elsewhere=_has_rows_of_arrays(batch, num_samples))
     pieces = knife.cut(batch, "batch", top=True)
     if not knife.num_cut:
         raise Uncuttable(f"nothing in the batch has the length of its {num_samples} samples; {_WAYS_OUT}")
     return pieces
+
+
+def _refuse_ragged_tuple(batch: Any) -> None:
+    """Refuse a tuple of arrays of which no two are equally long: its fields, cut as rows or one alone, come out wrong.
+
+    A list of them is what a loader without a collate function gives, so that one is rows.
+    """
+    if isinstance(batch, tuple) and is_sequence(batch) and len(batch) > 1:
+        lengths = {len(field) for field in batch if is_rows(field)}
+        if len(lengths) == len(batch):
+            shown = " and ".join(str(tuple(field.shape)) for field in batch)
+            raise Uncuttable(
+                f"batch is a tuple of arrays of shapes {shown}, which have no first dimension in common; {_WAYS_OUT}"
+            )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -149,23 +175,67 @@ def call(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None
     and target at once. Without one, everything in the batch is the model's: ``model(*batch)`` or ``model(**batch)``.
 
     Raises:
-        DataError: There is a loss, and the batch is a mapping without ``"labels"``.
+        DataError: There is a loss, and the batch is a mapping without ``"labels"``; or the model's ``forward`` does not
+            take as many arguments as the batch has entries, or not of these names.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
         if loss is not None and targets is None:
             keys = ", ".join(repr(key) for key in batch) or "nothing"
             raise DataError(
-                f"data: loss= is given, but the batch has no 'labels' to compare with; it has {keys}. "
-                "Type step= with a function of model and batch that returns the loss"
+                f"data: loss= is given, but the batch has no 'labels' to compare with; it has {keys}. {_AS_PAIRS}"
             )
-        return model(**batch), targets
+        return _called(model, (), batch), targets
     if isinstance(batch, list | tuple) and entries_of(batch) is not None:
         if loss is None:
-            return model(*batch), None
+            return _called(model, batch, {}), None
         if len(batch) == 2:
             return model(batch[0]), batch[1]
     return model(batch), None if loss is None else batch
+
+
+#: What serves loss and metrics whatever the keys of a mapping are.
+_AS_PAIRS = (
+    'Let the data give pairs such as (sample["x"], sample["y"]), which are read as model(x) and loss(output, y), with '
+    "metrics too; or type step= with a function of model and batch that returns the loss"
+)
+
+
+def _called(model: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """The model's output, where the whole batch becomes its arguments.
+
+    Raises:
+        DataError: ``forward`` does not take them. Any other TypeError is the user's own, and passes through.
+    """
+    try:
+        return model(*args, **keywords)
+    except TypeError:  # asked afterwards, because looking at a signature takes as long as a small layer
+        legal = _parameters_unless_taken(model, args, keywords)
+        if legal is None:
+            raise
+    takes = f"{type(model).__name__}.forward takes {', '.join(legal) or 'nothing'}"
+    if keywords:
+        raise DataError(
+            f"data: the model gets the batch's keys as arguments, {', '.join(keywords)}, and {takes}. {_AS_PAIRS}"
+        )
+    raise DataError(
+        f"loss: none is given, so the model gets all {len(args)} entries of the batch as arguments, and {takes}. For "
+        "pairs of inputs and targets type for example loss=torch.nn.MSELoss(), a function of output and targets; "
+        "or type step="
+    )
+
+
+def _parameters_unless_taken(model: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]) -> list[str] | None:
+    """The names that a model's ``forward`` takes, if it cannot be called like this; None if it can."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        return None
+    try:
+        signature.bind(*args, **keywords)
+    except TypeError:
+        return list(signature.parameters)
+    return None
 
 
 def loss_of(output: Any) -> Tensor:

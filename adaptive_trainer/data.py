@@ -6,6 +6,7 @@ batch nothing is caught: whatever it raises passes through untouched, and the it
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from adaptive_trainer.data_checks import refuse_columns, refuse_samples
 from adaptive_trainer.errors import DataError, RecipeError
 from adaptive_trainer.streams import RandomStreams
+
+log = logging.getLogger("adaptive_trainer")
 
 _HOST = torch.device("cpu")
 _END = object()
@@ -36,7 +40,12 @@ class Fetched:
 
 
 class _Order(Sampler[list[int]]):
-    """The index lists of one epoch: a permutation that depends on seed and epoch alone, cut into batches."""
+    """The index lists of one epoch: a permutation that depends on seed and epoch alone, cut into batches.
+
+    Attributes:
+        epoch: Which permutation it is.
+        start: The batch to begin with, where an epoch is gone on with.
+    """
 
     def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
         self._num_samples = num_samples
@@ -44,6 +53,7 @@ class _Order(Sampler[list[int]]):
         self._seed = seed
         self._shuffle = shuffle
         self.epoch = 0
+        self.start = 0
 
     def __len__(self) -> int:
         return math.ceil(self._num_samples / self._batch_size)
@@ -54,7 +64,7 @@ class _Order(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
             order = torch.randperm(self._num_samples, generator=generator)
         indices = order.tolist()
-        for start in range(0, self._num_samples, self._batch_size):
+        for start in range(self.start * self._batch_size, self._num_samples, self._batch_size):
             yield indices[start : start + self._batch_size]
 
 
@@ -94,12 +104,16 @@ class Source:
         self._order: _Order | None = None
         self._iterator: Iterator[Any] | None = None
         self._given_back: Fetched | None = None
+        self._epoch = 0
+        self._is_broken_off = False
         self.num_taken = 0
         self._streams: RandomStreams | None = None
         self._batch_size = batch_size if isinstance(data, DataLoader) else None
         self.loader: Iterable[Any] = data
+        refuse_columns(key, data)
         if isinstance(data, DataLoader) or not _holds_samples(data, batch_size):
             self._refuse_batch_size(batch_size)
+            refuse_samples(key, data)
             return
         if batch_size is None:
             raise RecipeError(
@@ -113,9 +127,7 @@ class Source:
         if isinstance(data, IterableDataset):
             self.loader = DataLoader(data, batch_size=batch_size, **options)
             return
-        if not len(data):
-            raise DataError(f"{key}: it is empty (its length is 0)")
-        self._order = _Order(len(data), batch_size, seed, shuffle=shuffle)
+        self._order = _Order(self._num_samples(data, batch_size), batch_size, seed, shuffle=shuffle)
         self.loader = DataLoader(data, batch_sampler=self._order, **options)
 
     @classmethod
@@ -133,16 +145,32 @@ class Source:
         return cls(data, key="eval_data", shuffle=False, **options)
 
     def _refuse_batch_size(self, batch_size: int | None) -> None:
+        name = type(self._data).__name__
+        if isinstance(self._data, str | bytes | Mapping) or not hasattr(self._data, "__iter__"):
+            raise DataError(f"{self._key}: a {name} is no Dataset, no DataLoader and no iterable of batches")
         if batch_size is not None:
             raise RecipeError(
-                f"batch_size: {batch_size} was given, but {self._key} is a {type(self._data).__name__}, which makes "
+                f"batch_size: {batch_size} was given, but {self._key} is a {name}, which makes "
                 "its own batches; leave batch_size out, or give the Dataset itself"
             )
-        if isinstance(self._data, str | bytes | Mapping) or not hasattr(self._data, "__iter__"):
-            raise DataError(
-                f"{self._key}: a {type(self._data).__name__} is no Dataset, no DataLoader and no iterable of batches"
-            )
         self._batch_size = getattr(self._data, "batch_size", None) if isinstance(self._data, DataLoader) else None
+
+    def _num_samples(self, data: Any, batch_size: int) -> int:
+        if not hasattr(data, "__len__"):
+            raise DataError(
+                f"{self._key}: {type(data).__name__} has no __len__, so its samples cannot be counted; define __len__, "
+                "or derive from torch.utils.data.IterableDataset and define __iter__"
+            )
+        found = len(data)
+        if not found:
+            raise DataError(f"{self._key}: it is empty (its length is 0)")
+        # An evaluation has the training's batch size without anybody having asked for it.
+        if found < batch_size and self._key == "data":
+            log.warning(
+                "batch_size: %d is more than the %d samples of data, so each epoch is one step of %d samples",
+                batch_size, found, found,
+            )  # fmt: skip
+        return found
 
     @property
     def batch_size(self) -> int | None:
@@ -165,17 +193,39 @@ class Source:
         return self._iterator is not None
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start epoch ``epoch``, counted from 0. Tells it to whatever of the user's wants to know."""
+        """Start epoch ``epoch``, counted from 0. Tells it to whatever of the user's wants to know.
+
+        If this epoch was broken off while a batch was read, the trainer's own order goes on at that batch.
+        """
+        is_same, self._is_broken_off = self._is_broken_off and epoch == self._epoch, False
+        self._epoch = epoch
+        if is_same and self._order is not None:
+            self._order.start = self.num_taken
+        else:
+            if is_same:
+                self._warn_of_beginning_anew()
+            self.num_taken = 0
+            self._tell(epoch)
+        with self._own_streams():
+            self._iterator = iter(self.loader)
+
+    def _tell(self, epoch: int) -> None:
         if self._order is not None:
-            self._order.epoch = epoch
+            self._order.epoch, self._order.start = epoch, 0
         told: list[Any] = []
         for owner in (self.loader, *_parts(self.loader)):
             if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
                 owner.set_epoch(epoch)
                 told.append(owner)
-        self.num_taken = 0
-        with self._own_streams():
-            self._iterator = iter(self.loader)
+
+    def _warn_of_beginning_anew(self) -> None:
+        # What can be gone through once only goes on by itself.
+        if self.num_taken and not isinstance(self._data, Iterator):
+            log.warning(
+                "%s: epoch %d was broken off after %d batches while the next one was read; a %s can only begin it "
+                "anew, so they are used again (a Dataset with batch_size goes on where it was)",
+                self._key, self._epoch + 1, self.num_taken, type(self._data).__name__,
+            )  # fmt: skip
 
     @contextmanager
     def _own_streams(self) -> Iterator[None]:
@@ -207,6 +257,7 @@ class Source:
         iterator, self._iterator = self._iterator, None
         if iterator is None:
             raise DataError(f"{self._key}: its iterator has failed or has ended, and is not used again")
+        self._is_broken_off = True  # unless a batch or the end comes out
         # Samplers draw the order with the first batch, loaders a seed for their workers before it.
         with self._own_streams() if self.num_taken == 0 else nullcontext():
             batch = next(iterator, _END)
@@ -216,7 +267,9 @@ class Source:
                     f"{self._key}: its epoch ended after {self.num_taken} of {len(self._order)} batches, so a "
                     "StopIteration came out of __getitem__; let it raise IndexError, or nothing"
                 )
+            self._is_broken_off = False
             return None
+        self._is_broken_off = False
         self._streams = self._streams or RandomStreams.take(_HOST)
         self._iterator = iterator
         self.num_taken += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,12 +20,13 @@ from adaptive_trainer.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_REQUIRED = ("torch", "accelerate", "numpy", "omegaconf", "psutil", "rich")
-_OPTIONAL = {
+_PURPOSES = {
     "deepspeed": "for the ZeRO and offload rungs",
     "nvidia-ml-py": "to tell what other processes hold on an NVIDIA GPU",
     "transformers": "to train its models",
+    "scikit-learn": "for the images of recipes/digits.yaml",
 }
+_UNINSTALLED = "run from its source: pip install -e . says which libraries it needs"
 _COMPILERS = {"g++": "to compile kernels", "ninja": "to compile kernels"}
 
 
@@ -72,9 +74,26 @@ def _machine() -> Iterator[Finding]:
 
 def _libraries() -> Iterator[Finding]:
     yield Finding("libraries", "python", platform.python_version())
-    yield Finding("libraries", "adaptive-trainer", _version("adaptive-trainer") or "run from its source")
-    for name in (*_REQUIRED, *_OPTIONAL):
-        yield Finding("libraries", name, _version(name) or f"not installed ({_OPTIONAL.get(name, 'needed')})")
+    yield Finding("libraries", "adaptive-trainer", _version("adaptive-trainer") or _UNINSTALLED)
+    for requirement in _requirements():
+        name, extra = re.match(r"[\w.-]+", requirement), re.search(r"""extra == ["']([\w-]+)""", requirement)
+        assert name is not None, requirement  # noqa: S101  metadata that pip has accepted
+        yield Finding("libraries", name[0], _version(name[0]) or _missing(name[0], extra[1] if extra else None))
+
+
+def _requirements() -> list[str]:
+    """What the trainer's own package asks for, as pip knows it: what is needed first, then the extras."""
+    try:
+        return metadata.requires("adaptive-trainer") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _missing(name: str, extra: str | None) -> str:
+    if extra is None:
+        return f'not installed (needed: pip install "{name}")'
+    purpose = f"{_PURPOSES[name]}: " if name in _PURPOSES else ""
+    return f'not installed ({purpose}pip install "adaptive-trainer[{extra}]")'
 
 
 def _version(name: str) -> str | None:

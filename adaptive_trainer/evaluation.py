@@ -46,6 +46,7 @@ class Evaluation:
         """
         started = time.perf_counter()
         loop, found, batches = self._loop, Evaluated(), 0
+        loop.track.hint = None  # what a step had met that was then given up says nothing about an evaluation
         engine = loop.workshop.open()
         # The build is the training's; the evaluation's own is the micro-batch, and what it had to take back.
         self._walk.follow(loop.descent.plan)

@@ -29,6 +29,11 @@ def is_array(value: Any) -> TypeGuard[Tensor | np.ndarray[Any, Any]]:
     return isinstance(value, Tensor | np.ndarray)
 
 
+def is_rows(value: Any) -> TypeGuard[Tensor | np.ndarray[Any, Any]]:
+    """Whether this is an array with a first dimension; a nested tensor has none that Python's ``len`` could tell."""
+    return is_array(value) and value.ndim > 0 and not getattr(value, "is_nested", False)
+
+
 def has_arrays(value: Any) -> bool:
     """Whether this is an array, or holds one at any depth."""
     if isinstance(value, list):

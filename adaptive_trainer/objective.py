@@ -14,6 +14,7 @@ from adaptive_trainer.weights import ItemCounter, item_counter, loss_reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import TracebackType
 
 
 @dataclass(slots=True)  # not frozen: it is made in every step, and would take three times as long
@@ -81,17 +82,65 @@ class Objective:
         """
         if self.step is None:
             output, targets = call(model, piece, self.loss)
-            loss = loss_of(output) if self.loss is None else self.loss(output, targets)
-            return Measured(_scalar(loss, "loss"), output=output, targets=targets)
+            loss = _scalar(loss_of(output) if self.loss is None else self.loss(output, targets), "loss")
+            _refuse_frozen(model, loss)
+            return Measured(loss, output=output, targets=targets)
         found = self.step(model, piece)
-        if isinstance(found, tuple):
-            loss, weight = found
-            return Measured(_scalar(loss, "step"), weight=float(weight))
-        return Measured(_scalar(found, "step"))
+        loss, weight = found if isinstance(found, tuple) else (found, None)
+        loss = _scalar(loss, "step")
+        _refuse_frozen(model, loss)
+        return Measured(loss, weight=None if weight is None else float(weight))
 
     def score(self, measured: Measured) -> dict[str, float]:
-        """The user's metrics of a piece."""
-        return {name: float(metric(measured.output, measured.targets)) for name, metric in self.metrics.items()}
+        """The user's metrics of a piece.
+
+        Raises:
+            DataError: One gives something else than a number.
+        """
+        return {name: _score(name, metric, measured) for name, metric in self.metrics.items()}
+
+
+def _refuse_frozen(model: nn.Module, loss: Tensor) -> None:
+    """Refuse a model of which nothing would be trained, in words other than backward's.
+
+    Raises:
+        DataError: The loss has no gradient, because none of the model's parameters wants one.
+    """
+    if loss.requires_grad or not torch.is_grad_enabled():
+        return
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise DataError(
+            f"model: none of its {len(parameters)} parameters is trained, because each has requires_grad=False; type "
+            "requires_grad_(True) for those that are to be trained, for example model.head.requires_grad_(True)"
+        )
+
+
+def _score(name: str, metric: Callable[[Any, Any], Any], measured: Measured) -> float:
+    with _Named(name):
+        found = metric(measured.output, measured.targets)
+    if not isinstance(found, Tensor) or found.numel() == 1:
+        try:
+            return float(found)
+        except (TypeError, ValueError):
+            what = f"a {type(found).__name__}"
+    else:
+        what = f"a tensor of shape {tuple(found.shape)}"
+    raise DataError(f"metrics: {name!r} gave {what}; it must give one number, the mean over what it is given")
+
+
+class _Named:
+    """Adds to whatever a metric raises which one it was; it passes through, the same object."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            error.add_note(f"raised by the metric {self._name!r}")
 
 
 def _scalar(loss: Any, key: str) -> Tensor:

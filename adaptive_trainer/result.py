@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from adaptive_trainer.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FitResult:
     """How a run ended.
 
@@ -41,3 +41,8 @@ class FitResult:
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
     run_dir: Path | None = None
+
+    def __repr__(self) -> str:
+        """What a prompt shows; whole journals and a loss for each step are no use there."""
+        loss = "no step was done" if self.loss is None else f"loss {self.loss:.4g}"
+        return f"<FitResult: {self.steps} steps, {loss}, {self.plan}, {len(self.fallbacks)} fallbacks>"

@@ -631,3 +631,51 @@ def test_a_loss_of_many_elements_is_refused_with_its_shape():
     for output in (rows(4, 2), {"loss": rows(4, 2)}, (rows(4, 2), 1)):
         with pytest.raises(DataError, match=r"shape \(4, 2\).*reduction='mean'"):
             loss_of(output)
+
+
+# Tuples are fields.
+
+
+@pytest.mark.parametrize("batch", [(rows(4), rows(2)), (rows(4, 3), rows(2)), (rows(4), rows(2), rows(7))])
+def test_a_tuple_of_arrays_without_a_common_first_dimension_is_never_cut(batch):
+    num_samples = length(batch)
+    pieces = (1,) * num_samples
+    with pytest.raises(Uncuttable, match=r"batch is a tuple of arrays of shapes .* no first dimension in common"):
+        cut(batch, num_samples, pieces)
+    assert len(cut(batch, num_samples, (num_samples,))) == 1
+
+
+# What the model cannot take.
+
+
+class OneInput(nn.Module):
+    def forward(self, hidden):
+        return hidden
+
+
+class Failing(nn.Module):
+    def forward(self, x, y):
+        raise TypeError("mine")
+
+
+def test_a_pair_without_a_loss_asks_for_one():
+    with pytest.raises(DataError) as caught:
+        call(OneInput(), (rows(4), rows(4)), None)
+    message = str(caught.value)
+    assert message.startswith("loss: none is given")
+    assert "all 2 entries" in message
+    assert "OneInput.forward takes hidden" in message
+    assert "loss=torch.nn.MSELoss()" in message
+
+
+@pytest.mark.parametrize("loss", [None, nn.MSELoss()])
+def test_a_mapping_whose_keys_the_model_does_not_take_asks_for_pairs(loss):
+    with pytest.raises(DataError) as caught:
+        call(OneInput(), {"image": rows(4), "labels": rows(4)}, loss)
+    assert "image, labels, and OneInput.forward takes hidden. Let the data give pairs" in str(caught.value)
+
+
+def test_a_users_own_type_error_passes_through():
+    for batch in ((rows(4), rows(4)), {"x": rows(4), "y": rows(4)}):
+        with pytest.raises(TypeError, match=r"^mine$"):
+            call(Failing(), batch, None)

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -235,12 +236,38 @@ def test_the_doctor_says_what_a_rung_lacks(monkeypatch):
     assert doctor._possibility(shy, "bf16") == "no: no reason"
 
 
-def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch):
+def libraries_with(monkeypatch, requirements):
     from adaptive_trainer import doctor
 
-    monkeypatch.setattr(doctor, "_OPTIONAL", {"no-such-library-anywhere": "for nothing"})
-    found = {finding.name: finding.words for finding in doctor.examine()}
-    assert found["no-such-library-anywhere"] == "not installed (for nothing)"
+    monkeypatch.setattr(doctor.metadata, "requires", requirements)
+    return {finding.name: finding.words for finding in doctor.examine() if finding.section == "libraries"}
+
+
+def test_a_library_that_is_not_there_is_said_to_be_missing(monkeypatch):
+    found = libraries_with(
+        monkeypatch, lambda name: ["no-such-library>=1,<2", 'no-such-extra>=0.19; extra == "deepspeed"', "torch>=2.13"]
+    )
+    assert found["no-such-library"] == 'not installed (needed: pip install "no-such-library")'
+    assert found["no-such-extra"] == 'not installed (pip install "adaptive-trainer[deepspeed]")'
+    assert found["torch"][0].isdigit()
+    assert set(found) == {"python", "adaptive-trainer", "no-such-library", "no-such-extra", "torch"}
+
+
+def test_the_doctor_looks_at_all_that_the_project_requires(monkeypatch):
+    project = tomllib.loads((Path(cli.__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    requirements = [
+        *project["dependencies"],
+        *(f'{entry}; extra == "{name}"' for name in extras for entry in extras[name]),
+    ]
+    found = libraries_with(monkeypatch, lambda name: requirements)
+    assert {"torch", "pyyaml", "scikit-learn", "nvidia-ml-py"} <= set(found)
+    assert len(found) == 2 + len(requirements)
+
+
+def test_a_result_is_short_to_look_at():
+    result = FitResult(steps=5000, epochs=1, plan=HALF, fallbacks=(FALLBACK,), loss=0.25, losses=(0.25,) * 5000)
+    assert repr(result) == str(result) == "<FitResult: 5000 steps, loss 0.25, micro-batch 4, fp32, 1 fallbacks>"
 
 
 def test_the_whole_command_trains_reports_and_exits_with_0(folder):
