@@ -180,12 +180,12 @@ def _cross_mistakes(values: Mapping[str, Any]) -> list[str]:
         ),
         ("eval_steps" in has and "eval_data" not in has, "eval_steps: nothing is evaluated without eval_data; give it"),
         (
-            values.get("resume") == "must",
-            "resume: 'must' needs a checkpoint, and this version writes none; give resume='auto' or leave it out",
+            values.get("resume") == "must" and "run_dir" not in has,
+            "resume: 'must' looks for checkpoints in run_dir, and there is none; give run_dir",
         ),
         (
-            checks.at_least(1)(values.get("checkpoint_steps")),
-            "checkpoint_steps: this version writes no checkpoints; leave it out",
+            "checkpoint_steps" in has and "run_dir" not in has,
+            "checkpoint_steps: checkpoints are written into run_dir, and there is none; give run_dir",
         ),
         (
             values.get("separable") is False and isinstance(micro_batch, int) and not whole,

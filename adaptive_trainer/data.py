@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,15 @@ class Fetched:
 
     batch: Any
     expected: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """What an epoch's order was drawn from: random streams, the steps' own for the first epoch, and generators."""
+
+    streams: RandomStreams
+    are_the_steps: bool
+    generators: list[torch.Tensor]
 
 
 class _Order(Sampler[list[int]]):
@@ -105,6 +114,7 @@ class Source:
         self._iterator: Iterator[Any] | None = None
         self._given_back: Fetched | None = None
         self._epoch = 0
+        self._began: _Beginning | None = None
         self._is_broken_off = False
         self.num_taken = 0
         self._streams: RandomStreams | None = None
@@ -192,26 +202,75 @@ class Source:
         """Whether an epoch was begun that has batches left, or may have."""
         return self._iterator is not None
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, start: int = 0) -> None:
         """Start epoch ``epoch``, counted from 0. Tells it to whatever of the user's wants to know.
 
-        If this epoch was broken off while a batch was read, the trainer's own order goes on at that batch.
+        If this epoch was broken off while a batch was read, the trainer's own order goes on at that batch; else it
+        begins at batch ``start``.
         """
         is_same, self._is_broken_off = self._is_broken_off and epoch == self._epoch, False
         self._epoch = epoch
-        if is_same and self._order is not None:
-            self._order.start = self.num_taken
-        else:
+        if not (is_same and self._order is not None):
             if is_same:
                 self._warn_of_beginning_anew()
-            self.num_taken = 0
+            self.num_taken = start
             self._tell(epoch)
+            states = [generator.get_state() for generator in _generators(self.loader)]
+            self._began = _Beginning(self._streams or RandomStreams.take(_HOST), self._streams is None, states)
+        if self._order is not None:
+            self._order.start = self.num_taken
         with self._own_streams():
             self._iterator = iter(self.loader)
 
+    def position(self, entries: Callable[[RandomStreams], Any]) -> dict[str, Any]:
+        """Where the next batch lies, as plain values; ``entries`` makes such of random streams."""
+        began, loader = self._began, None
+        if self._is_stateful and self._given_back is None:
+            loader = self.loader.state_dict()  # type: ignore[attr-defined]  # asked for just now
+        here = [generator.get_state() for generator in _generators(self.loader)]
+        return {
+            "in_epoch": self.in_epoch,
+            "epoch": self._epoch,
+            "num_done": self.num_taken - (self._given_back is not None),
+            "streams": None if self._streams is None else entries(self._streams),
+            "began": None if began is None else entries(began.streams),
+            "began_with_steps": began is not None and began.are_the_steps,
+            "generators": began.generators if began is not None and self.in_epoch else here,
+            "loader": loader,
+        }
+
+    def resume(self, position: dict[str, Any], streams_of: Callable[[Any], RandomStreams]) -> None:
+        """Go to where `position` was. What cannot be sought is read and dropped. Moves the steps' random streams."""
+        for generator, state in zip(_generators(self.loader), position["generators"], strict=False):
+            generator.set_state(state)
+        if position["loader"] is not None and self._is_stateful:
+            self.loader.load_state_dict(position["loader"])  # type: ignore[attr-defined]  # as above
+        if position["in_epoch"]:
+            self._go_on(position, streams_of(position["began"]))
+        self._epoch = position["epoch"]
+        self._streams = None if position["streams"] is None else streams_of(position["streams"])
+
+    def _go_on(self, position: dict[str, Any], began: RandomStreams) -> None:
+        if position["began_with_steps"]:
+            began.restore()
+        else:
+            self._streams = began
+        num_done = position["num_done"]
+        is_there = position["loader"] is not None and self._is_stateful
+        seeks = self._order is not None and getattr(self.loader, "num_workers", 0) == 0
+        self.begin_epoch(position["epoch"], num_done if seeks or is_there else 0)
+        if self.num_taken < num_done:
+            log.info("%s: %d batches of epoch %d are read and dropped", self._key, num_done, position["epoch"] + 1)
+        while self.num_taken < num_done and self.next() is not None:
+            pass
+
+    @property
+    def _is_stateful(self) -> bool:
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
     def _tell(self, epoch: int) -> None:
         if self._order is not None:
-            self._order.epoch, self._order.start = epoch, 0
+            self._order.epoch = epoch
         told: list[Any] = []
         for owner in (self.loader, *_parts(self.loader)):
             if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
@@ -301,3 +360,9 @@ def _parts(loader: Any) -> list[Any]:
     parts = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return [part for part in (*parts, inner) if part is not None]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The generators of their own that a loader and its samplers draw from."""
+    found = [getattr(part, "generator", None) for part in (loader, *_parts(loader))]
+    return list(dict.fromkeys(entry for entry in found if isinstance(entry, torch.Generator)))

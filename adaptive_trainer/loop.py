@@ -51,6 +51,7 @@ class Loop:
         workshop: The engine in force.
         descent: The training's walk.
         walk: The walk under way, the training's or an evaluation's.
+        is_whole: The state is that after the last completed step, or of one that can still be undone.
 
     Args:
         model: The user's module, or a function that makes it.
@@ -80,6 +81,7 @@ class Loop:
         self.workshop = Workshop(model, self.task, lambda: self.walk.now, self._answer)
         self.descent = Descent(ladder, plan, record, traits=self.traits)
         self.walk = self.descent
+        self.is_whole = True
         self._separable = separable
         self._batch: Any = None
         self._traits = Traits()
@@ -165,8 +167,10 @@ class Loop:
         if engine is None:
             return
         number, history = self.track.step + 1, self.workshop.history
+        was_whole, self.is_whole = self.is_whole, False
         try:
-            if not history.undo(engine, untouched=engine.discard()):
+            self.is_whole = history.undo(engine, untouched=engine.discard()) and was_whole
+            if not self.is_whole:
                 error.add_note(f"step {number} was half done and could not be undone: {history.complaint}")
         except Exception as other:  # noqa: BLE001  the user's own exception matters more, so this one is in its notes
             error.add_note(f"step {number} was half done and could not be undone: {type(other).__name__}: {other}")
@@ -256,6 +260,7 @@ class Loop:
             if self.walk is self.descent and self.in_step:
                 history = self.workshop.history
                 lost = "" if history.undo(engine, untouched=untouched) else history.complaint
+                self.is_whole = not lost
         memory.release(self.task.device)
         return self._surroundings(lost)
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from adaptive_trainer.errors import DataError, NonFiniteError
+from adaptive_trainer.errors import DataError, LadderExhausted, NonFiniteError
 from adaptive_trainer.goal import MAX_SKIPPED, Skips
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from adaptive_trainer.checkpoints import Checkpoints
     from adaptive_trainer.data import Source
     from adaptive_trainer.events import Event, Step
     from adaptive_trainer.goal import Goal
     from adaptive_trainer.loop import Loop
+    from adaptive_trainer.signals import Signals
 
 log = logging.getLogger("adaptive_trainer")
 
@@ -31,6 +33,8 @@ class Run:
         goal: Where the run ends.
         record: Takes each event.
         evaluate: Evaluates at this point, if there is anything to evaluate on.
+        checkpoints: Writes checkpoints when they are due.
+        signals: Tells whether the process was asked to end.
         eval_steps: Every how many steps; None for the end of each epoch.
     """
 
@@ -41,6 +45,8 @@ class Run:
         goal: Goal,
         record: Callable[[Event], None],
         evaluate: Callable[[], None],
+        checkpoints: Checkpoints,
+        signals: Signals,
         *,
         eval_steps: int | None,
     ) -> None:
@@ -50,6 +56,8 @@ class Run:
         self._goal = goal
         self._record = record
         self._evaluate = evaluate
+        self._checkpoints = checkpoints
+        self._signals = signals
         self._eval_steps = eval_steps
         self._skips = Skips()
 
@@ -58,9 +66,19 @@ class Run:
 
         Raises:
             DataError: The data give no batch at all.
+            LadderExhausted: No rung is left; a checkpoint of the last completed step was written.
         """
         self.epochs = epochs
         self._loop.begin()
+        try:
+            self._train()
+        except LadderExhausted:
+            if self._loop.is_whole:
+                self._checkpoints.write()
+            raise
+        self._checkpoints.write()
+
+    def _train(self) -> None:
         while not self._goal.reached(self._loop.track.step, self.epochs):
             if not self._source.in_epoch:
                 self._source.begin_epoch(self.epochs)
@@ -72,6 +90,8 @@ class Run:
             self.epochs += 1
             if self._eval_steps is None:
                 self._evaluate()
+            self._checkpoints.write()
+            self._end_if_asked()
         if self._eval_steps is None:
             self._evaluate()
 
@@ -90,10 +110,17 @@ class Run:
                 self._end_skipping(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
+            self._checkpoints.step_done()
+            self._end_if_asked()
         if self._source.num_taken != self._source.num_batches:
             return False
         self._source.end_epoch()
         return True
+
+    def _end_if_asked(self) -> None:
+        if self._signals.asked:
+            self._checkpoints.write()
+            self._signals.end()
 
     def _end_skipping(self, event: Step) -> None:
         """Take amp back when too many steps in a row were skipped, ``event`` the last of them.

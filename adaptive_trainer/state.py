@@ -124,7 +124,7 @@ class StateCopy:
             {key: value if key == "params" else _copied(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        own = {name: value for name, value in vars(optimizer).items() if name not in _kept_by_torch()}
+        own = {name: value for name, value in vars(optimizer).items() if name not in kept_by_torch()}
         self._attributes = {name: _copied(value) for name, value in own.items() if not isinstance(value, Optimizer)}
         self._inner = [StateCopy((), value) for value in own.values() if isinstance(value, Optimizer)]
 
@@ -145,7 +145,7 @@ class StateCopy:
             state[key] = _put_back(state.get(key), value, key)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=False):
             _put_back_entries(group, saved)
-        own = {name for name in vars(self._optimizer) if name not in _kept_by_torch()}
+        own = {name for name in vars(self._optimizer) if name not in kept_by_torch()}
         inner = {name for name in own if isinstance(vars(self._optimizer)[name], Optimizer)}
         for name in own - inner - self._attributes.keys():
             delattr(self._optimizer, name)
@@ -156,7 +156,7 @@ class StateCopy:
 
 
 @cache  # and no constant, because the first optimizer that is made imports torch's compiler
-def _kept_by_torch() -> frozenset[str]:
+def kept_by_torch() -> frozenset[str]:
     """What every optimizer has: copied by name above, or hooks, which no step moves."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 

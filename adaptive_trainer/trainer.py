@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from adaptive_trainer import memory
+from adaptive_trainer import checkpoints, memory, portrait
 from adaptive_trainer.arguments import check_arguments
 from adaptive_trainer.data import Source
 from adaptive_trainer.engines.base import Task
@@ -29,14 +30,17 @@ from adaptive_trainer.ranks import alone
 from adaptive_trainer.recipe import Recipe, load_recipe
 from adaptive_trainer.result import FitResult
 from adaptive_trainer.run import Run
+from adaptive_trainer.signals import Signals
 from adaptive_trainer.streams import RandomStreams, seed_everything
 from adaptive_trainer.trackers import Trackers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
+
+    from adaptive_trainer.saving import Opened
 
 
 class AdaptiveTrainer:
@@ -70,9 +74,11 @@ class AdaptiveTrainer:
         device: Default: the accelerator there is, else the CPU.
         seed: Seeds Python, NumPy and torch once, when a run starts from its first step.
         run_dir: Folder for the journal; None writes nothing.
-        resume: ``"auto"``, ``"never"`` or ``"must"``; this version writes no checkpoints, so ``"must"`` is refused.
-        checkpoint_steps: Refused by this version, which writes no checkpoints.
-        keep_checkpoints: Without meaning in this version.
+        resume: ``"auto"`` goes on from the newest good checkpoint in ``run_dir`` if there is one, ``"never"`` moves those
+            that are there aside, ``"must"`` refuses to start without one.
+        checkpoint_steps: Every how many optimizer steps a checkpoint is written, beside those at the end of each epoch,
+            at the end, at signals and when the ladder is exhausted.
+        keep_checkpoints: How many checkpoints stay in ``run_dir``.
         callbacks: Callables that take an event, or objects with ``on_event(event)``.
         trackers: Names of trackers that accelerate knows, such as ``"tensorboard"``.
         progress: Progress bar: None shows one when standard error is a terminal.
@@ -158,6 +164,10 @@ class AdaptiveTrainer:
         self._evaluated_at: int | None = None
         self._is_fitting = False
         self._recipe: Recipe | None = None
+        self._run: Run | None = None
+        self._resume = resume
+        self._checkpoint_steps = checkpoint_steps
+        self._keep_checkpoints = keep_checkpoints
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
@@ -209,14 +219,24 @@ class AdaptiveTrainer:
         _refuse_used_up("data", self._data, again=again)
         again = again or self._eval_steps is not None or (goal.epochs is None and not isinstance(self._data, Iterator))
         _refuse_used_up("eval_data", self._eval_data, again=again)
+        opened = self._to_resume() if loop.track.step == 0 else None
         if loop.track.step == 0:
             seed_everything(self._seed)
         with ExitStack() as stack:
             stack.callback(loop.close)
             stack.enter_context(self._fitting())
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
-            self._start(self._source)
-            run = Run(loop, self._source, goal, self._record, self._evaluate_once, eval_steps=self._eval_steps)
+            if opened is not None:
+                self._take_up(opened, self._source)
+            self._start(self._source, None if opened is None else str(opened.path))
+            signals = stack.enter_context(Signals(taken=self._run_dir is not None))
+            keeping = self._checkpoints(self._source)
+            stack.callback(keeping.close)
+            run = Run(
+                loop, self._source, goal, self._record, self._evaluate_once, keeping, signals,
+                eval_steps=self._eval_steps,
+            )  # fmt: skip
+            self._run = run
             try:
                 run.train(self._epochs)
             finally:
@@ -283,6 +303,42 @@ class AdaptiveTrainer:
         if self._eval_data is not None and self._evaluated_at != self._loop.track.step:
             self._evaluate(self._eval_data)
 
+    # Checkpoints.
+
+    @property
+    def _checkpoint_folder(self) -> Path | None:
+        return None if self._run_dir is None else self._run_dir / checkpoints.FOLDER
+
+    def _to_resume(self) -> Opened | None:
+        folder = self._checkpoint_folder
+        return None if folder is None else checkpoints.found(folder, self._resume, datetime.now(tz=UTC))
+
+    def _take_up(self, opened: Opened, source: Source) -> None:
+        self._loop.begin()
+        told = portrait.resume(self._loop, source, opened.weights(), opened.rest, self._given(source))
+        self._epochs, self._metrics, self._evaluated_at = told.epochs, told.metrics, told.evaluated_at
+
+    def _given(self, source: Source) -> dict[str, Any]:
+        return {"batch_size": source.batch_size, "seed": self._seed}
+
+    def _checkpoints(self, source: Source) -> checkpoints.Checkpoints:
+        def epochs() -> int:
+            return self._epochs if self._run is None else self._run.epochs
+
+        def draw() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            progress = portrait.Progress(epochs(), self._metrics, self._evaluated_at, self._given(source))
+            return portrait.draw(self._loop, source, progress)
+
+        return checkpoints.Checkpoints(
+            self._checkpoint_folder,
+            every=self._checkpoint_steps,
+            keep=self._keep_checkpoints,
+            draw=draw,
+            key=lambda: (self._loop.track.step, epochs(), self._evaluated_at),
+            record=self._record,
+            task=self._loop.task,
+        )
+
     # What surrounds a run.
 
     def _record(self, event: Event) -> None:
@@ -303,7 +359,7 @@ class AdaptiveTrainer:
     def _journal_path(self) -> Path | None:
         return None if self._run_dir is None else self._run_dir / JOURNAL_NAME
 
-    def _start(self, source: Source) -> None:
+    def _start(self, source: Source, resumed_from: str | None) -> None:
         loop = self._loop
         batch = None if source.batch_size is None else source.batch_size * loop.ranks.size
         self._record(
@@ -313,6 +369,7 @@ class AdaptiveTrainer:
                 plan=loop.descent.plan,
                 effective_batch=batch,
                 num_processes=loop.ranks.size,
+                resumed_from=resumed_from,
                 num_rows=source.batch_size,
             )
         )

@@ -1,0 +1,124 @@
+"""When checkpoints are written, and what follows if one cannot be: a warning, and the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from adaptive_trainer import memory, packing, saving
+from adaptive_trainer.boundary import Boundary
+from adaptive_trainer.errors import CheckpointError
+from adaptive_trainer.events import Checkpoint
+from adaptive_trainer.phases import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import datetime
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from adaptive_trainer.engines.base import Task
+    from adaptive_trainer.events import Event
+    from adaptive_trainer.saving import Opened
+
+log = logging.getLogger("adaptive_trainer")
+
+#: Below a run's folder.
+FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: Where they lie; None writes none.
+        every: After how many steps one is written; None for ends of epochs only.
+        keep: How many stay.
+        draw: Gives weights and all the rest as they are now.
+        key: What tells two checkpoints of one step apart.
+        record: Takes each event.
+        task: Where the run is.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        every: int | None,
+        keep: int,
+        draw: Callable[[], tuple[Mapping[str, Tensor], Any]],
+        key: Callable[[], Any],
+        record: Callable[[Event], None],
+        task: Task,
+    ) -> None:
+        self._folder = folder
+        self._every = every
+        self._keep = keep
+        self._draw = draw
+        self._key = key
+        self._record = record
+        self._task = task
+        self._written: Any = None
+        self._failed = ""
+
+    def step_done(self) -> None:
+        """Write one if it is due."""
+        if self._every is not None and self._task.track.step % self._every == 0:
+            self.write()
+
+    def write(self) -> None:
+        """Write one, unless nothing has changed since the last."""
+        step, key = self._task.track.step, self._key()
+        if self._folder is None or step == 0 or self._written == key:
+            return
+        started, saved = time.perf_counter(), None
+        for _ in range(2):  # what had no room may find it after the clean-up
+            with Boundary(self._task.track, lambda failure: failure.is_memory) as boundary:
+                saved = self._saved(self._folder, step)
+            if boundary.failure is None:
+                break
+            self._complain(f"out of memory: {boundary.failure.text}")
+            memory.release(self._task.device)
+        if saved is not None:
+            self._written, self._failed = key, ""
+            seconds = time.perf_counter() - started
+            path, rank = str(saved.path), self._task.track.rank
+            self._record(Checkpoint(step=step, rank=rank, path=path, num_bytes=saved.num_bytes, seconds=seconds))
+
+    def _saved(self, folder: Path, step: int) -> saving.Saved | None:
+        try:
+            with self._task.track.enter(Phase.CHECKPOINT):
+                weights, rest = self._draw()
+                return saving.write(folder, step, weights, rest, keep=self._keep)
+        except (OSError, packing.Unpackable) as error:
+            self._complain(str(error))
+        return None
+
+    def _complain(self, reason: str) -> None:
+        self._failed = f"step {self._task.track.step}: its checkpoint could not be written ({reason})"
+        log.warning("%s; training goes on, older checkpoints stay", self._failed)
+
+    def close(self) -> None:
+        """Say once more that the last one could not be written."""
+        if self._failed:
+            log.warning("%s, and none after it", self._failed)
+
+
+def found(folder: Path, resume: str, now: datetime) -> Opened | None:
+    """The checkpoint to go on from, None for a fresh start; ``resume`` as the user gave it.
+
+    Raises:
+        CheckpointError: There must be one and is none, or none is good.
+    """
+    saving.clear_unfinished(folder)
+    if resume == "never":
+        aside = saving.set_aside(folder, now)
+        if aside is not None:
+            log.info("resume='never': the checkpoints that were there are in %s now", aside)
+        return None
+    opened = saving.open_newest(folder, log.warning)
+    if opened is None and resume == "must":
+        raise CheckpointError(f"resume: 'must' was given, and {folder} holds no checkpoint; type resume=auto to start anew")
+    return opened
