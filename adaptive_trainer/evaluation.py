@@ -48,7 +48,7 @@ class Evaluation:
         loop, found, batches = self._loop, Evaluated(), 0
         engine = loop.workshop.open()
         # The build is the training's; the evaluation's own is the micro-batch, and what it had to take back.
-        self._walk.follow(loop.descent.plan)
+        self._walk.follow(loop.descent)
         modules = [engine.model, *loop.task.objective.modules]
         with _undisturbed(modules, loop.task.device), loop.walking(self._walk):
             source.begin_epoch(0)
