@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from adaptive_trainer.diagnosis import ADVICE, Symptoms, diagnose
 from adaptive_trainer.errors import LadderExhausted
-from adaptive_trainer.events import Fallback, Fidelity, OutOfMemory
+from adaptive_trainer.events import Cause, Fallback, Fidelity, OutOfMemory
 from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Traits, decide
 from adaptive_trainer.oom import Verdict
 from adaptive_trainer.plan import sizes
@@ -294,6 +295,7 @@ class Descent:
             suspected=failure is not None and failure.recognition.verdict is Verdict.SUSPECTED,
             used=frozenset(self._used),
             undone=frozenset(self.undone),
+            leak_answered=self._leak_answered(),
         )
 
     def _event(self, failure: Failure, around: Surroundings) -> OutOfMemory:
@@ -329,6 +331,17 @@ class Descent:
 
     def _held_bytes(self) -> tuple[int, ...]:
         return tuple(load.held_bytes for load in (*self._usual, self.load) if load.held_bytes is not None)
+
+    def _leak_answered(self) -> bool:
+        """Whether a lower plan, and one that still holds, was taken for a leak."""
+        return any(
+            isinstance(before, OutOfMemory)
+            and before.cause is Cause.LEAK
+            and isinstance(taken, Fallback)
+            and taken.new != taken.old
+            and taken.rung not in self.undone
+            for before, taken in pairwise(self.trail)
+        )
 
     def _usual_elements(self) -> float | None:
         """What the largest micro-batch of a usual batch would have under the present plan."""
