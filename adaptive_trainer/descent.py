@@ -228,6 +228,7 @@ class Descent:
                 scope=self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
+                smallest_piece=around.traits.smallest_piece,
             )
         )
         failures = [entry for entry in self.trail if isinstance(entry, OutOfMemory)]
@@ -263,6 +264,7 @@ class Descent:
                 scope="step" if alone else self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
+                smallest_piece=around.traits.smallest_piece,
             )
         )
         return decision
@@ -327,6 +329,7 @@ class Descent:
             plan=self.now,
             input_shapes=dict(self.load.shapes),
             num_rows=self.load.num_rows,
+            smallest_piece=around.traits.smallest_piece,
         )
 
     def _held_bytes(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from adaptive_trainer import AdaptiveTrainer, Fidelity
+from adaptive_trainer import AdaptiveTrainer, Fidelity, Plan
 from adaptive_trainer.testing import inject_oom
 from tests.zoo import ZOO, loss
 
@@ -112,14 +112,14 @@ def test_what_a_callback_raises_passes_through():
 
 def test_the_accumulation_that_is_written_is_the_number_of_pieces_that_are_run():
     """No piece of a model with BatchNorm is a single row."""
-    model, pieces = ZOO["batch_norm_net"].make(), []
+    model, pieces = ZOO["cnn_batch_norm"].make(), []
 
     def one_row(plan):
         return Plan(micro_batch=1)
 
     model.register_forward_pre_hook(lambda _module, args: pieces.append(len(args[0])))
     trainer = AdaptiveTrainer(
-        model, ZOO["batch_norm_net"].data(10), loss=loss, batch_size=5, progress=False, ladder=[one_row, "empty_cache"]
+        model, ZOO["cnn_batch_norm"].data(10), loss=loss, batch_size=5, progress=False, ladder=[one_row, "empty_cache"]
     )
     with inject_oom(step=1, times=2):
         result = trainer.fit()
