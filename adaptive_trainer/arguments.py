@@ -97,7 +97,7 @@ ARGUMENTS: Mapping[str, Argument] = {
         Kind.VALUE,
         checks.is_ladder,
         f"a list of {', '.join(RUNG_NAMES)}",
-        checks.entry_hint(checks.is_rung, RUNG_NAMES),
+        checks.ladder_hint,
     ),
     "memory_limit": Argument(
         Kind.VALUE, checks.is_memory_limit, "'20GiB', a number of bytes, or a fraction such as 0.9", checks.memory_hint

@@ -6,21 +6,19 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from adaptive_trainer import memory, packing, saving
+from adaptive_trainer import memory, packing, portrait, saving
 from adaptive_trainer.boundary import Boundary
 from adaptive_trainer.errors import CheckpointError
 from adaptive_trainer.events import Checkpoint
 from adaptive_trainer.phases import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from datetime import datetime
     from pathlib import Path
 
-    from torch import Tensor
-
-    from adaptive_trainer.engines.base import Task
-    from adaptive_trainer.events import Event
+    from adaptive_trainer.data import Source
+    from adaptive_trainer.loop import Loop
     from adaptive_trainer.saving import Opened
 
 log = logging.getLogger("adaptive_trainer")
@@ -34,32 +32,30 @@ class Checkpoints:
 
     Args:
         folder: Where they lie; None writes none.
+        loop: The training.
+        source: Its data.
+        told: What else there is to keep.
         every: After how many steps one is written; None for ends of epochs only.
         keep: How many stay.
-        draw: Gives weights and all the rest as they are now.
-        key: What tells two checkpoints of one step apart.
-        record: Takes each event.
-        task: Where the run is.
     """
 
     def __init__(
         self,
         folder: Path | None,
+        loop: Loop,
+        source: Source,
+        told: Callable[[], portrait.Progress],
         *,
         every: int | None,
         keep: int,
-        draw: Callable[[], tuple[Mapping[str, Tensor], Any]],
-        key: Callable[[], Any],
-        record: Callable[[Event], None],
-        task: Task,
     ) -> None:
         self._folder = folder
+        self._loop = loop
+        self._source = source
+        self._told = told
         self._every = every
         self._keep = keep
-        self._draw = draw
-        self._key = key
-        self._record = record
-        self._task = task
+        self._task = loop.task
         self._written: Any = None
         self._failed = ""
 
@@ -70,7 +66,8 @@ class Checkpoints:
 
     def write(self) -> None:
         """Write one, unless nothing has changed since the last."""
-        step, key = self._task.track.step, self._key()
+        step, told = self._task.track.step, self._told()
+        key = (step, told.epochs, told.evaluated_at)
         if self._folder is None or step == 0 or self._written == key:
             return
         started, saved = time.perf_counter(), None
@@ -85,12 +82,12 @@ class Checkpoints:
             self._written, self._failed = key, ""
             seconds = time.perf_counter() - started
             path, rank = str(saved.path), self._task.track.rank
-            self._record(Checkpoint(step=step, rank=rank, path=path, num_bytes=saved.num_bytes, seconds=seconds))
+            self._loop.record(Checkpoint(step=step, rank=rank, path=path, num_bytes=saved.num_bytes, seconds=seconds))
 
     def _saved(self, folder: Path, step: int) -> saving.Saved | None:
         try:
             with self._task.track.enter(Phase.CHECKPOINT):
-                weights, rest = self._draw()
+                weights, rest = portrait.draw(self._loop, self._source, self._told())
                 return saving.write(folder, step, weights, rest, keep=self._keep)
         except (OSError, packing.Unpackable) as error:
             self._complain(str(error))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptive_trainer.ladder import RUNG_NAMES, Ladder, Rung
+from adaptive_trainer.ladder import RUNG_NAMES, Ladder, Rung, same_names
 from adaptive_trainer.units import parse_bytes
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "privateuseone")
@@ -106,7 +106,7 @@ def is_rung(entry: Any) -> bool:
 
 
 def is_ladder(value: Any) -> bool:
-    return isinstance(value, Ladder) or (is_list(value) and all(map(is_rung, value)))
+    return isinstance(value, Ladder) or (is_list(value) and all(map(is_rung, value)) and not same_names(value))
 
 
 def is_list(value: Any) -> bool:
@@ -166,6 +166,12 @@ def entry_hint(is_legal: Callable[[Any], bool], words: Sequence[str]) -> Callabl
         return "".join(f"; {shown(entry)} is none of them" + nearest(entry, words) for entry in wrong)
 
     return hint
+
+
+def ladder_hint(value: Any) -> str:
+    if is_list(value) and all(map(is_rung, value)):
+        return f"; {same_names(value)}"
+    return entry_hint(is_rung, RUNG_NAMES)(value)
 
 
 def memory_hint(value: Any) -> str:

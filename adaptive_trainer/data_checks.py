@@ -81,3 +81,16 @@ def _why_a_sample(item: Any) -> str | None:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Number) or (is_array(value) and value.ndim == 0)
+
+
+def refuse_used_up(key: str, data: Any, *, again: bool) -> None:
+    """Refuse what can be gone through once only where it is needed again.
+
+    Raises:
+        DataError: It is such data.
+    """
+    if again and isinstance(data, Iterator):
+        raise DataError(
+            f"{key}: a {type(data).__name__} can be gone through once only, and this run needs it more than once; "
+            "give a DataLoader or a list, or type epochs=1"
+        )

@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from adaptive_trainer.diagnosis import ADVICE, Symptoms, diagnose
 from adaptive_trainer.errors import LadderExhausted
-from adaptive_trainer.events import Fallback, Fidelity, OutOfMemory
+from adaptive_trainer.events import Cause, Fallback, Fidelity, OutOfMemory
 from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Traits, decide
 from adaptive_trainer.oom import Verdict
 from adaptive_trainer.plan import sizes
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Batches that the usual length is taken from.
 _REMEMBERED = 101
+#: What a failure can speak against, by the rung of the table that switches it on, and where a plan says so.
+_FIELDS = {"amp": "precision", "gradient_checkpointing": "gradient_checkpointing"}
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: it is made in every step, and would take three times as long
@@ -68,6 +71,10 @@ class Surroundings:
 class Descent:
     """One walk.
 
+    Attributes:
+        trail: Every failure and every fallback.
+        undone: The names of the rungs that were taken back.
+
     Args:
         ladder: The rungs.
         plan: Where the walk begins.
@@ -95,6 +102,8 @@ class Descent:
         self._traits = traits
         self._scope: Literal["run", "evaluation"] = scope
         self._step_plan: Plan | None = None
+        self._refused: set[str] = set()
+        self._followed: Descent | None = None
         self._used: set[str] = set()
         self._suspected_once = False
         self._first: Failure | None = None
@@ -106,12 +115,12 @@ class Descent:
         """The plan of the next attempt."""
         return self._step_plan or self.plan
 
-    def follow(self, other: Plan) -> None:
-        """Go on under another walk's plan, with the micro-batch and without the rungs that this one has come to."""
-        plan = replace(other, micro_batch=self.plan.micro_batch)
-        for rung in self.undone:
-            plan = self._without(rung, plan)
-        self.plan = plan
+    def follow(self, other: Descent) -> None:
+        """Go on under another walk's plan, with this one's micro-batch and without what was refused in this one."""
+        plan = replace(other.plan, micro_batch=self.plan.micro_batch)
+        for refused in self._refused:
+            plan = self._without(refused, plan)
+        self.plan, self._followed = plan, other
 
     def face(self, load: Load) -> None:
         """A new batch comes, and the ladder is whole again for it."""
@@ -134,7 +143,10 @@ class Descent:
         return (failure.refused is None and self._may_be_smaller(failure)) or self.blames(failure) is not None
 
     def blames(self, failure: Failure) -> str | None:
-        """The rung that a failure speaks against, if it was this walk that took it; that is then taken back."""
+        """What a failure speaks against, by its rung in the table, if it was this walk that switched it on.
+
+        It is then taken back.
+        """
         rung = failure.refused
         if rung is None and not self._may_be_smaller(failure):
             # What only may be memory and did not go away with a smaller piece may come from a kernel that there is in
@@ -150,8 +162,19 @@ class Descent:
         return not self._suspected_once and isinstance(decide(self.ladder, situation), Descend)
 
     def switched_on(self, rung: str) -> bool:
-        """Whether it was this walk that took a rung, and may take it back."""
+        """Whether it was this walk that switched on what a rung of the table does, and may take it back."""
         return self._without(rung, self.now) != self.now
+
+    def _taker(self, refused: str) -> str:
+        """The name of the rung that switched something on: the table's, or a user's own that does the same."""
+        trail = [*(self._followed.trail if self._followed else ()), *self.trail]
+        for entry in reversed(trail):
+            # Taking something back leads up, so it is not mistaken for what led down.
+            if isinstance(entry, Fallback) and entry.new.descends_from(entry.old):
+                before, after = (getattr(plan, _FIELDS[refused]) for plan in (entry.old, entry.new))
+                if before != after:
+                    return entry.rung
+        return refused
 
     def fall(self, failure: Failure, around: Surroundings, *, step: int, rank: int = 0) -> Descend:
         """Record a failure and go one rung down.
@@ -171,7 +194,14 @@ class Descent:
         return self._descend(event, around, failure)
 
     def take_back(self, rung: str, reason: str, around: Surroundings, *, step: int, rank: int = 0) -> Descend | None:
-        """Undo a rung that this walk has taken, never to take it again, and go on with the next one.
+        """Undo what a rung has switched on, never to take that rung again, and go on with the next one.
+
+        Args:
+            rung: The rung of the table that switches on what was refused.
+            reason: What spoke against it.
+            around: Model and machine as they are now.
+            step: Optimizer steps completed.
+            rank: The process.
 
         Returns:
             The step further down, for the failure that the rung was the answer to; None if there was none.
@@ -179,8 +209,10 @@ class Descent:
         Raises:
             LadderExhausted: No other rung is left.
         """
-        old = self.now
-        self.undone.add(rung)
+        old, name = self.now, self._taker(rung)
+        # Under the name that `decide` knows: else a user's own rung would be taken again, and refused again, for ever.
+        self.undone.add(name)
+        self._refused.add(rung)
         self.plan = self._without(rung, self.plan)
         self._step_plan = None if self._step_plan is None else self._without(rung, self._step_plan)
         new = self.now
@@ -188,7 +220,7 @@ class Descent:
             Fallback(
                 step=step,
                 rank=rank,
-                rung=f"undo:{rung}",
+                rung=f"undo:{name}",
                 old=old,
                 new=new,
                 fidelity=Fidelity.CHANGED,
@@ -196,6 +228,7 @@ class Descent:
                 scope=self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
+                smallest_piece=around.traits.smallest_piece,
             )
         )
         failures = [entry for entry in self.trail if isinstance(entry, OutOfMemory)]
@@ -231,6 +264,7 @@ class Descent:
                 scope="step" if alone else self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
+                smallest_piece=around.traits.smallest_piece,
             )
         )
         return decision
@@ -263,6 +297,7 @@ class Descent:
             suspected=failure is not None and failure.recognition.verdict is Verdict.SUSPECTED,
             used=frozenset(self._used),
             undone=frozenset(self.undone),
+            leak_answered=self._leak_answered(),
         )
 
     def _event(self, failure: Failure, around: Surroundings) -> OutOfMemory:
@@ -294,10 +329,22 @@ class Descent:
             plan=self.now,
             input_shapes=dict(self.load.shapes),
             num_rows=self.load.num_rows,
+            smallest_piece=around.traits.smallest_piece,
         )
 
     def _held_bytes(self) -> tuple[int, ...]:
         return tuple(load.held_bytes for load in (*self._usual, self.load) if load.held_bytes is not None)
+
+    def _leak_answered(self) -> bool:
+        """Whether a lower plan, and one that still holds, was taken for a leak."""
+        return any(
+            isinstance(before, OutOfMemory)
+            and before.cause is Cause.LEAK
+            and isinstance(taken, Fallback)
+            and taken.new != taken.old
+            and taken.rung not in self.undone
+            for before, taken in pairwise(self.trail)
+        )
 
     def _usual_elements(self) -> float | None:
         """What the largest micro-batch of a usual batch would have under the present plan."""
@@ -308,10 +355,9 @@ class Descent:
         self._record(event)
 
     def _without(self, rung: str, plan: Plan) -> Plan:
-        """A plan without what a rung has switched on since the start."""
-        if rung == "amp":
-            return replace(plan, precision=self.start.precision)
-        return replace(plan, gradient_checkpointing=self.start.gradient_checkpointing)
+        """A plan without what a rung of the table, or one that does the same, has switched on since the start."""
+        field_name = _FIELDS[rung]
+        return replace(plan, **{field_name: getattr(self.start, field_name)})
 
 
 def _advice(event: OutOfMemory) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Evaluation:
         loop.track.hint = None  # what a step had met that was then given up says nothing about an evaluation
         engine = loop.workshop.open()
         # The build is the training's; the evaluation's own is the micro-batch, and what it had to take back.
-        self._walk.follow(loop.descent.plan)
+        self._walk.follow(loop.descent)
         modules = [engine.model, *loop.task.objective.modules]
         with _undisturbed(modules, loop.task.device), loop.walking(self._walk):
             source.begin_epoch(0)

@@ -46,9 +46,9 @@ class Fidelity(StrEnum):
         return max(found, key=order.index)
 
 
-def _hidden() -> Any:
-    """A field that callbacks can read but that is no key of the journal."""
-    return field(default=None, repr=False, metadata={"journal": False})
+def _hidden(default: int | None = None) -> Any:
+    """A field that callbacks can read but that is no key of the journal: what a plan's accumulation follows from."""
+    return field(default=default, repr=False, metadata={"journal": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Event:
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Plan):
-            return value.as_dict(getattr(self, "num_rows", None))
+            return value.as_dict(getattr(self, "num_rows", None), getattr(self, "smallest_piece", 1))
         if isinstance(value, float) and not math.isfinite(value):
             return None
         if isinstance(value, dict):
@@ -96,6 +96,7 @@ class Start(Event):
     num_processes: int
     resumed_from: str | None = None
     num_rows: int | None = _hidden()
+    smallest_piece: int = _hidden(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ class OutOfMemory(Event):
     plan: Plan
     input_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_rows: int | None = _hidden()
+    smallest_piece: int = _hidden(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,7 @@ class Fallback(Event):
     scope: Literal["run", "step", "evaluation"] = "run"
     held_bytes: int | None = None
     num_rows: int | None = _hidden()
+    smallest_piece: int = _hidden(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +183,7 @@ class Climb(Event):
     old: Plan
     new: Plan
     num_rows: int | None = _hidden()
+    smallest_piece: int = _hidden(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,3 +216,4 @@ class Finish(Event):
     peak_bytes: int | None
     num_fallbacks: int
     num_rows: int | None = _hidden()
+    smallest_piece: int = _hidden(1)

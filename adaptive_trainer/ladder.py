@@ -57,10 +57,18 @@ class Ladder:
         rungs: The rungs.
         fixed: The order is the user's own; otherwise gradient checkpointing comes before halving for models with
             BatchNorm in training mode, because halving changes what such a model computes.
+
+    Raises:
+        RecipeError: Two rungs have one name, by which journal and walk know them.
     """
 
     rungs: tuple[Rung, ...] = RUNGS
     fixed: bool = False
+
+    def __post_init__(self) -> None:
+        complaint = same_names(self.rungs)
+        if complaint:
+            raise RecipeError(f"ladder: {complaint}")
 
     @classmethod
     def of(cls, entries: Ladder | Iterable[str | Rung | Callable[..., Any]] | None) -> Ladder:
@@ -68,6 +76,7 @@ class Ladder:
 
         Raises:
             KeyError: A name that no rung has.
+            RecipeError: Two rungs have one name.
         """
         if entries is None:
             return cls()
@@ -82,15 +91,28 @@ class Ladder:
         names = [rung.name for rung in self.rungs]
         if "halve_batch" not in names or "gradient_checkpointing" not in names:
             return self.rungs
-        ordered = [rung for rung in self.rungs if rung.name != "halve_batch"]
+        ordered = list(self.rungs)
+        halving = ordered.pop(names.index("halve_batch"))
         after = [rung.name for rung in ordered].index("gradient_checkpointing") + 1
-        return [*ordered[:after], _BY_NAME["halve_batch"], *ordered[after:]]
+        return [*ordered[:after], halving, *ordered[after:]]
 
     def __iter__(self) -> Iterator[Rung]:
         return iter(self.rungs)
 
     def __len__(self) -> int:
         return len(self.rungs)
+
+
+def same_names(entries: Iterable[str | Rung | Callable[..., Any]]) -> str:
+    """What is wrong with the names of a list of rungs, and what to type; empty if each has its own."""
+    names = [entry if isinstance(entry, str) else Rung.name_of(entry) for entry in entries]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is None:
+        return ""
+    return (
+        f"more than one rung is called {twice!r}; give each once, under a name of its own: write a function as a def, "
+        "or wrap it as Rung(name=..., step=..., gives=..., costs=...)"
+    )
 
 
 def _rung_of(entry: str | Rung | Callable[..., Any]) -> Rung:
@@ -130,13 +152,15 @@ def _try(rung: Rung, situation: Situation) -> Plan | Skip:
             f"ladder: the rung {rung.name!r} gave a {type(found).__name__}; let it return a lower Plan, the same plan "
             "for one more try, or Skip(reason)"
         )
+    if found == plan:
+        return Skip("it was tried in this step already") if rung.name in situation.used else found
     if found.micro_batch != plan.micro_batch and situation.traits.cut_refusal is not None:
         return Skip(situation.traits.cut_refusal)
-    if found.descends_from(plan):
-        return found
-    if found != plan:
+    if not found.descends_from(plan):
         return Skip(f"its plan ({found}) is not lower than the one that failed ({plan})")
-    return Skip("it was tried in this step already") if rung.name in situation.used else found
+    # Endless halving would only hide a leak. The same plan again is still granted: a user's rung may free what leaks.
+    hidden = Skip("what is held grows with every step, and one lower plan was taken for that already")
+    return hidden if situation.event.cause is Cause.LEAK and situation.leak_answered else found
 
 
 def _refusal(rung: Rung, situation: Situation) -> str | None:

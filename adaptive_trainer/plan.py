@@ -81,21 +81,24 @@ class Plan:
         """What an engine is built for."""
         return _build_of(self)
 
-    def accumulation(self, num_samples: int | None) -> int | None:
-        """The number of micro-batches for a process's ``num_samples`` of one step; None where that is unknown."""
+    def accumulation(self, num_samples: int | None, smallest: int = 1) -> int | None:
+        """The number of micro-batches for a process's ``num_samples`` of one step; None where that is unknown.
+
+        ``smallest`` is what a micro-batch must have at least, as `sizes` takes it.
+        """
         if self.micro_batch is None:
             return 1
-        return None if num_samples is None else max(1, -(-num_samples // self.micro_batch))
+        return None if num_samples is None else len(sizes(num_samples, self.micro_batch, smallest))
 
     def descends_from(self, old: Plan) -> bool:
         """Whether this plan is lower than ``old`` in one respect at least, and higher in none."""
         pairs = list(zip(_depth(self), _depth(old), strict=True))
         return any(new > before for new, before in pairs) and all(new >= before for new, before in pairs)
 
-    def as_dict(self, num_samples: int | None = None) -> dict[str, Any]:
-        """The plan as the journal writes it, with the accumulation that it means for ``num_samples``."""
+    def as_dict(self, num_samples: int | None = None, smallest: int = 1) -> dict[str, Any]:
+        """The plan as the journal writes it, with the `accumulation` that it means."""
         row = asdict(self)
-        return {"micro_batch": row.pop("micro_batch"), "accumulation": self.accumulation(num_samples), **row}
+        return {"micro_batch": row.pop("micro_batch"), "accumulation": self.accumulation(num_samples, smallest), **row}
 
     def __str__(self) -> str:
         parts = ["whole batch" if self.micro_batch is None else f"micro-batch {self.micro_batch}", self.precision]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from adaptive_trainer.events import Fallback, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from adaptive_trainer.events import Event, Fallback
+    from adaptive_trainer.events import Event
     from adaptive_trainer.plan import Plan
 
 
@@ -41,6 +44,20 @@ class FitResult:
     seconds: float = 0.0
     events: tuple[Event, ...] = ()
     run_dir: Path | None = None
+
+    @classmethod
+    def of(cls, events: Sequence[Event], **rest: Any) -> FitResult:
+        """What a journal and ``rest`` tell of a run."""
+        steps = [event for event in events if isinstance(event, Step)]
+        done = tuple(event.loss for event in steps if not event.skipped)
+        return cls(
+            fallbacks=tuple(event for event in events if isinstance(event, Fallback)),
+            loss=done[-1] if done else None,
+            losses=done,
+            peak_bytes=max((event.peak_bytes for event in steps if event.peak_bytes is not None), default=None),
+            events=tuple(events),
+            **rest,
+        )
 
     def __repr__(self) -> str:
         """What a prompt shows; whole journals and a loss for each step are no use there."""

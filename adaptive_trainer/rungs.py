@@ -78,6 +78,7 @@ class Situation:
         suspected: It only may have been memory; then a smaller piece is the one thing to try.
         used: Rungs that were already granted another try of the same plan in this step.
         undone: Rungs that were taken back in this run.
+        leak_answered: A lower plan was taken for a leak in this run already.
     """
 
     plan: Plan
@@ -88,6 +89,7 @@ class Situation:
     suspected: bool = False
     used: frozenset[str] = frozenset()
     undone: frozenset[str] = frozenset()
+    leak_answered: bool = False
 
     @property
     def largest_piece(self) -> int | None:
@@ -118,13 +120,17 @@ class Rung:
     fidelity: Callable[[Traits], Fidelity] = field(default=lambda _: Fidelity.CHANGED)
     helps: frozenset[Phase] = frozenset(Phase)
 
+    @staticmethod
+    def name_of(entry: Rung | Callable[..., Any]) -> str:
+        """The name of a rung, or the one that a function gets as a rung."""
+        return entry.name if isinstance(entry, Rung) else getattr(entry, "__name__", type(entry).__name__)
+
     @classmethod
     def of(cls, function: Callable[..., Plan | Skip | None]) -> Rung:
         """A user's own rung: one function of the plan (and, if it takes two arguments, of the `Situation`).
 
         It returns a lower plan, the same plan for one more try, or ``Skip(reason)``; None is a skip without words.
         """
-        name = getattr(function, "__name__", type(function).__name__)
         takes_situation = len(_positional(function)) > 1
 
         def step(plan: Plan, situation: Situation) -> Plan | Skip:
@@ -132,7 +138,7 @@ class Rung:
             return Skip("it says that it cannot help") if found is None else found
 
         summary = (inspect.getdoc(function) or "a rung of your own").partition("\n")[0]
-        return cls(name=name, step=step, gives=summary, costs="as you know")
+        return cls(name=cls.name_of(function), step=step, gives=summary, costs="as you know")
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,10 +15,11 @@ import torch
 from adaptive_trainer import checkpoints, memory, portrait
 from adaptive_trainer.arguments import check_arguments
 from adaptive_trainer.data import Source
+from adaptive_trainer.data_checks import refuse_used_up
 from adaptive_trainer.engines.base import Task
-from adaptive_trainer.errors import DataError, RecipeError
+from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.evaluation import Evaluation
-from adaptive_trainer.events import Event, Fallback, Finish, Start, Step
+from adaptive_trainer.events import Event, Finish, Start
 from adaptive_trainer.goal import Goal
 from adaptive_trainer.journal import JOURNAL_NAME, Journal, hook_of
 from adaptive_trainer.ladder import Ladder
@@ -37,7 +39,7 @@ from adaptive_trainer.trackers import Trackers
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from adaptive_trainer.saving import Opened
@@ -216,9 +218,9 @@ class AdaptiveTrainer:
             self._source = Source(self._data, shuffle=self._shuffle, **self._loading)
         goal = self._goal.after(loop.track.step, self._epochs)
         again = goal.epochs is not None and goal.epochs > self._epochs + 1
-        _refuse_used_up("data", self._data, again=again)
+        refuse_used_up("data", self._data, again=again)
         again = again or self._eval_steps is not None or (goal.epochs is None and not isinstance(self._data, Iterator))
-        _refuse_used_up("eval_data", self._eval_data, again=again)
+        refuse_used_up("eval_data", self._eval_data, again=again)
         opened = self._to_resume() if loop.track.step == 0 else None
         if loop.track.step == 0:
             seed_everything(self._seed)
@@ -230,7 +232,10 @@ class AdaptiveTrainer:
                 self._take_up(opened, self._source)
             self._start(self._source, None if opened is None else str(opened.path))
             signals = stack.enter_context(Signals(taken=self._run_dir is not None))
-            keeping = self._checkpoints(self._source)
+            keeping = checkpoints.Checkpoints(
+                self._checkpoint_folder, loop, self._source, self._told,
+                every=self._checkpoint_steps, keep=self._keep_checkpoints,
+            )  # fmt: skip
             stack.callback(keeping.close)
             run = Run(
                 loop, self._source, goal, self._record, self._evaluate_once, keeping, signals,
@@ -315,29 +320,14 @@ class AdaptiveTrainer:
 
     def _take_up(self, opened: Opened, source: Source) -> None:
         self._loop.begin()
-        told = portrait.resume(self._loop, source, opened.weights(), opened.rest, self._given(source))
+        told = portrait.resume(self._loop, source, opened.weights(), opened.rest, self._told().given)
         self._epochs, self._metrics, self._evaluated_at = told.epochs, told.metrics, told.evaluated_at
 
-    def _given(self, source: Source) -> dict[str, Any]:
-        return {"batch_size": source.batch_size, "seed": self._seed}
-
-    def _checkpoints(self, source: Source) -> checkpoints.Checkpoints:
-        def epochs() -> int:
-            return self._epochs if self._run is None else self._run.epochs
-
-        def draw() -> tuple[dict[str, Tensor], dict[str, Any]]:
-            progress = portrait.Progress(epochs(), self._metrics, self._evaluated_at, self._given(source))
-            return portrait.draw(self._loop, source, progress)
-
-        return checkpoints.Checkpoints(
-            self._checkpoint_folder,
-            every=self._checkpoint_steps,
-            keep=self._keep_checkpoints,
-            draw=draw,
-            key=lambda: (self._loop.track.step, epochs(), self._evaluated_at),
-            record=self._record,
-            task=self._loop.task,
-        )
+    def _told(self) -> portrait.Progress:
+        epochs = self._epochs if self._run is None else self._run.epochs
+        batch_size = None if self._source is None else self._source.batch_size
+        given = {"batch_size": batch_size, "seed": self._seed}
+        return portrait.Progress(epochs, dict(self._metrics), self._evaluated_at, given)
 
     # What surrounds a run.
 
@@ -375,47 +365,26 @@ class AdaptiveTrainer:
         )
 
     def _finish(self, run: Run, seconds: float) -> FitResult:
-        loop, events = self._loop, self._journal.events
-        steps = [event for event in events if isinstance(event, Step)]
-        done = [event.loss for event in steps if not event.skipped]
-        fallbacks = tuple(event for event in events if isinstance(event, Fallback))
-        peak_bytes = max((event.peak_bytes for event in steps if event.peak_bytes is not None), default=None)
-        loss = done[-1] if done else None
-        self._record(
-            Finish(
-                step=loop.track.step,
-                rank=loop.ranks.rank,
-                plan=loop.descent.plan,
-                loss=loss,
-                seconds=seconds,
-                peak_bytes=peak_bytes,
-                num_fallbacks=len(fallbacks),
-                num_rows=None if self._source is None else self._source.batch_size,
-            )
-        )
-        return FitResult(
+        loop = self._loop
+        result = FitResult.of(
+            self._journal.events,
             steps=loop.track.step,
             epochs=run.epochs,
             plan=loop.descent.plan,
-            fallbacks=fallbacks,
-            loss=loss,
-            losses=tuple(done),
             metrics=dict(self._metrics),
-            peak_bytes=peak_bytes,
             seconds=seconds,
-            events=tuple(events),
             run_dir=self._run_dir,
         )
-
-
-def _refuse_used_up(key: str, data: Any, *, again: bool) -> None:
-    """Refuse what can be gone through once only where it is needed again.
-
-    Raises:
-        DataError: It is such data.
-    """
-    if again and isinstance(data, Iterator):
-        raise DataError(
-            f"{key}: a {type(data).__name__} can be gone through once only, and this run needs it more than once; "
-            "give a DataLoader or a list, or type epochs=1"
+        self._record(
+            Finish(
+                step=result.steps,
+                rank=loop.ranks.rank,
+                plan=result.plan,
+                loss=result.loss,
+                seconds=seconds,
+                peak_bytes=result.peak_bytes,
+                num_fallbacks=len(result.fallbacks),
+                num_rows=None if self._source is None else self._source.batch_size,
+            )
         )
+        return replace(result, events=tuple(self._journal.events))

@@ -4,7 +4,9 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
+from adaptive_trainer import AdaptiveTrainer
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.events import Cause, Fidelity, OutOfMemory
 from adaptive_trainer.ladder import Descend, GiveUp, Ladder, Situation, Skip, Traits, decide
@@ -216,3 +218,63 @@ def test_a_users_rung_that_gives_no_plan_is_named():
 
     with pytest.raises(RecipeError, match="the rung 'wrong' gave a dict"):
         decide(Ladder.of([wrong]), situation())
+
+
+# Names tell rungs apart, in the journal and in what was taken back.
+
+TWICE = {
+    "two lambdas": [lambda plan: replace(plan, micro_batch=1), lambda plan: plan],
+    "one name typed twice": ["amp", "halve_batch", "amp"],
+    "a rung named as one of the table": ["amp", replace(RUNGS[3], costs="more")],
+    "a function named as one of the table": ["amp", RUNGS[0], Rung(name="amp", step=RUNGS[0].step, gives="", costs="")],
+}
+
+
+@pytest.mark.parametrize("entries", TWICE.values(), ids=TWICE)
+def test_two_rungs_of_one_name_are_refused_and_it_is_said_what_to_type(entries):
+    for made in (lambda: Ladder.of(entries), lambda: AdaptiveTrainer(torch.nn.Linear(2, 2), [], ladder=entries)):
+        with pytest.raises(
+            RecipeError, match=r"(?s)^ladder: .*more than one rung is called '(amp|<lambda>)'.*def"
+        ) as caught:
+            made()
+        assert "Rung(name=" in str(caught.value)
+
+
+def test_a_ladder_made_by_hand_is_refused_for_two_rungs_of_one_name_too():
+    with pytest.raises(RecipeError, match="called 'amp'"):
+        Ladder((RUNGS[3], RUNGS[3]))
+
+
+def test_functions_of_other_names_are_no_mistake():
+    def one(plan):
+        return plan
+
+    assert [rung.name for rung in Ladder.of([one, lambda plan: plan, "amp"])] == ["one", "<lambda>", "amp"]
+
+
+def test_batch_norm_moves_the_users_own_rung_and_does_not_exchange_it():
+    own = replace(RUNGS[1], costs="mine")
+    order = Ladder((own, *RUNGS[2:4])).order(Traits(batch_norm=True))
+    assert [rung.name for rung in order] == ["gradient_checkpointing", "halve_batch", "amp"]
+    assert order[1] is own
+
+
+# A leak.
+
+
+def test_case_035_a_leak_is_answered_by_the_cache_and_one_rung_more():
+    fresh = situation(cause=Cause.LEAK)
+    assert decide(Ladder(), replace(fresh, used=frozenset({"empty_cache"}))).rung.name == "halve_batch"
+    decisions, end = walk(Ladder(), replace(fresh, leak_answered=True))
+    assert [decision.rung.name for decision in decisions] == ["empty_cache"]
+    assert "grows with every step" in end.skipped["halve_batch"]
+    assert "grows with every step" in end.skipped["amp"]
+    assert isinstance(decide(Ladder(), situation(leak_answered=True, used=frozenset({"empty_cache"}))), Descend)
+
+
+def test_case_035_a_users_rung_that_frees_what_leaks_is_still_asked():
+    def clear_my_list(plan):
+        return plan
+
+    decision = decide(Ladder.of([clear_my_list]), situation(cause=Cause.LEAK, leak_answered=True))
+    assert decision.rung.name == "clear_my_list"

@@ -46,6 +46,9 @@ def test_accumulation_is_the_number_of_pieces():
     assert Plan().accumulation(10) == 1
     assert Plan().accumulation(None) == 1
     assert Plan(micro_batch=4).accumulation(None) is None
+    assert Plan(micro_batch=2).accumulation(5, smallest=2) == 2
+    assert Plan(micro_batch=1).as_dict(8, smallest=2)["accumulation"] == 4
+    assert Plan(micro_batch=4).accumulation(0) == 1
 
 
 def test_descending_is_a_strict_order():

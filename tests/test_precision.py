@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -612,3 +613,74 @@ def test_bf16_skips_a_step_whose_gradient_norm_is_not_finite():
         parameter.grad = torch.full((3,), gradient)
         assert of("bf16", torch.device("cpu")).step(optimizer, [parameter], 1.0, torch.tensor(1.0)) is moved
         assert torch.equal(parameter.detach(), torch.ones(3)) is not moved
+
+
+# Rungs of the user's own that do what a rung of the table does.
+
+
+def own_amp(plan):
+    return replace(plan, precision="bf16")
+
+
+def own_checkpointing(plan):
+    return replace(plan, gradient_checkpointing=True)
+
+
+def at_most(calls, rung):
+    """A rung that ends the test where the walk would not end."""
+    left = iter(range(calls))
+
+    def counted(plan):
+        assert next(left, None) is not None, "the rung was asked again and again"
+        return rung(plan)
+
+    counted.__name__ = rung.__name__
+    return counted
+
+
+def test_a_users_own_rung_that_autocast_refuses_is_taken_back_under_its_name_and_not_taken_again():
+    model = ZOO["mlp"].make()
+    at_forward(model, 3)
+    ladder = [at_most(5, own_amp), "amp", "gradient_checkpointing"]
+    trainer = trainer_of(model=model, step=step_with(REFUSALS["unsafe"]), ladder=ladder)
+    result = trainer.fit()
+    assert rungs(result) == ["own_amp", "undo:own_amp", "amp", "undo:amp", "gradient_checkpointing"]
+    assert result.plan == Plan(gradient_checkpointing=True)
+    assert result.steps == 6
+
+
+def test_a_users_own_rung_whose_recomputation_differs_is_taken_back_under_its_name():
+    model = fickle()
+    at_forward(model, 2)
+    result = trainer_of(model=model, ladder=[at_most(5, own_checkpointing), "halve_batch"]).fit()
+    assert rungs(result) == ["own_checkpointing", "undo:own_checkpointing", "halve_batch"]
+    assert result.plan == Plan(micro_batch=4)
+    assert result.steps == 6
+
+
+def test_a_users_own_rung_under_which_no_step_is_finite_is_taken_back_under_its_name():
+    model, data = ZOO["mlp"].make(), batches_of("mlp", num=40)
+    at_forward(model, 1)
+
+    def step(model, batch):
+        value = loss(model(batch[0]), batch[1])
+        return value * math.inf if under_autocast() else value
+
+    result = trainer_of(model=model, data=data, step=step, ladder=[at_most(5, own_amp), "halve_batch"]).fit()
+    assert rungs(result) == ["own_amp", "undo:own_amp", "halve_batch"]
+
+
+def test_an_evaluation_takes_the_trainings_own_rung_back_under_its_name():
+    def mean(output, targets):
+        if output.dtype is not torch.float32:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return output.mean()
+
+    model = ZOO["mlp"].make()
+    at_forward(model, 1)
+    evaluated = {"eval_data": batches_of("mlp", num=2), "metrics": {"mean": mean}}
+    result = trainer_of(model=model, epochs=2, ladder=[at_most(9, own_amp)], **evaluated).fit()
+    assert [(event.rung, event.scope) for event in result.fallbacks] == [
+        ("own_amp", "run"), ("undo:own_amp", "evaluation"),
+    ]  # fmt: skip
+    assert result.plan == Plan(precision="bf16")

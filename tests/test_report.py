@@ -291,3 +291,47 @@ def test_every_row_that_the_journal_writes_is_recognised(run_dir):
 def test_a_folder_that_cannot_be_looked_into_is_wrong_input(tmp_path):
     with pytest.raises(RecipeError, match="cannot be read"):
         read_history(tmp_path / ("long" * 100))
+
+
+def skipped(number):
+    return Step(step=number, loss=float("inf"), seconds=0.5, num_samples=8, lr=0.1, skipped=True)
+
+
+def test_a_skipped_step_does_not_stand_for_the_last_one_that_was_done(run_dir):
+    """Its row has the number of the step before it, because a skipped step is none."""
+    write(run_dir, [step(1, 4.0), step(2, 3.0), skipped(2), skipped(2)])
+    history = read_history(run_dir)
+    assert history.losses == [4.0, 3.0]
+    assert history.seconds == 2.0
+    write(run_dir, [skipped(2), step(3, 2.0)])
+    assert read_history(run_dir).losses == [4.0, 3.0, 2.0]
+    assert headline(drawn(run_dir), "steps").startswith("3 (")
+
+
+def test_a_run_of_skipped_steps_alone_has_no_step(run_dir):
+    write(run_dir, [EVENTS[0], skipped(0)])
+    assert headline(drawn(run_dir), "steps").startswith("0")
+
+
+def test_of_several_runs_in_one_journal_the_last_is_told_and_the_others_are_counted(run_dir):
+    write(run_dir, EVENTS)
+    assert "earlier" not in drawn(run_dir)
+    write(run_dir, [EVENTS[0], step(1, 9.0)])
+    write(
+        run_dir,
+        [Start(step=0, plan=QUARTER, effective_batch=8, num_processes=1, num_rows=8), step(1, 8.0), step(2, 7.0)],
+    )
+    history, text = read_history(run_dir), drawn(run_dir)
+    assert history.num_earlier == 2
+    assert history.losses == [8.0, 7.0]
+    assert headline(text, "steps") == "2 (the run has not finished)"
+    assert headline(text, "final plan") == "micro-batch 2 x 4, fp32"
+    assert headline(text, "fallbacks") == "0"
+    assert headline(text, "earlier runs").startswith("2 in the same journal")
+
+
+def test_a_run_that_is_gone_on_with_is_one_run(run_dir):
+    write(run_dir, EVENTS)
+    write(run_dir, [Start(step=3, plan=HALF, effective_batch=8, num_processes=1), step(4, 1.0)])
+    history = read_history(run_dir)
+    assert (history.num_earlier, history.losses) == (0, [4.0, 3.0, 1.5, 1.0])

@@ -372,7 +372,7 @@ def test_nothing_is_allocated_after_the_first_take():
     with Operations() as mode:
         snapshot.take()
         snapshot.restore()
-    assert mode.made == {}
+    assert mode.made.keys() <= {"aten.detach.default"}  # a second name for a storage that is there
 
 
 def test_a_take_costs_microseconds_a_module():
@@ -548,3 +548,89 @@ def test_pythons_stream_is_read_right_although_python_is_not_always_asked(draw, 
 
 def test_the_place_of_pythons_stream_was_found():
     assert streams._python._window is not None
+
+
+# Buffers that grow or get another storage.
+
+
+class Growing(nn.Module):
+    """Keeps what it has seen: a cache of keys, a queue of negatives."""
+
+    def __init__(self, how, *, persistent=True, rows=1):
+        super().__init__()
+        self.how = how
+        self.register_buffer("seen", torch.arange(3.0 * rows).reshape(rows, 3).clone(), persistent=persistent)
+        self.first = self.seen[:1]
+
+    def forward(self, x):
+        if self.how == "data":
+            self.seen.data = torch.cat([self.seen, x])
+        elif self.how == "prefix":
+            pool = torch.cat([self.seen, x])
+            self.seen.data = pool
+            self.seen.data = pool[: len(pool) - 1]
+        elif self.how == "bound":
+            self.seen = torch.cat([self.seen, x])
+        elif self.how == "resized":
+            rows = len(self.seen)
+            self.seen.resize_(rows + len(x), 3)[rows:] = x
+        elif self.how == "one row":
+            self.seen.data = self.seen[:1] + 1
+        elif self.how == "other type":
+            self.seen.data = self.seen.double() + 1
+        elif self.how == "the batch itself":
+            self.seen.data = x
+        return self.seen.sum()
+
+
+@pytest.mark.parametrize("rows", [2, LARGE])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("how", ["data", "prefix", "bound", "resized", "one row", "other type", "the batch itself"])
+def test_a_buffer_that_grew_comes_back_with_shape_and_values(how, persistent, rows):
+    model, x = Growing(how, persistent=persistent, rows=rows), torch.ones(2, 3)
+    snapshot = ModuleSnapshot(model)
+    for _ in range(3):
+        snapshot.take()
+        buffer, before = model.seen, model.seen.clone()
+        model(x)
+        model(x)
+        snapshot.restore()
+        assert model.seen is buffer
+        assert model.seen.dtype is before.dtype
+        assert torch.equal(model.seen, before)
+        assert torch.equal(x, torch.ones(2, 3))
+        snapshot.take()
+        model(x)  # this step is done, and the next one starts from here
+
+
+def test_a_buffer_in_its_old_storage_is_still_what_its_views_show():
+    model = Growing("data")
+    snapshot = ModuleSnapshot(model)
+    snapshot.take()
+    model(torch.ones(2, 3))
+    snapshot.restore()
+    model.seen.add_(1)
+    assert torch.equal(model.first, model.seen[:1])
+
+
+def test_an_inference_buffer_that_grew_comes_back():
+    with torch.inference_mode():
+        model = Growing("data")
+    snapshot = ModuleSnapshot(model)
+    snapshot.take()
+    with torch.inference_mode():
+        model(torch.ones(2, 3))
+    snapshot.restore()
+    assert model.seen.is_inference()
+    assert torch.equal(model.seen, torch.arange(3.0)[None])
+
+
+def test_a_storage_that_was_left_is_not_kept_beyond_the_next_step():
+    model = Growing("data")
+    snapshot = ModuleSnapshot(model)
+    snapshot.take()
+    old = torch.multiprocessing.reductions.StorageWeakRef(model.seen.untyped_storage())
+    del model.first
+    model(torch.ones(2, 3))
+    snapshot.take()
+    assert old.expired()

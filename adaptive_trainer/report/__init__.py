@@ -42,6 +42,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_mapping(value: object) -> bool:
     return isinstance(value, dict)
 
@@ -57,7 +61,10 @@ def _optional(check: Callable[[object], bool]) -> Callable[[object], bool]:
 #: What the keys of a row hold, by event. A key may be missing, where an older version had none; ``step`` may not.
 _KEYS: dict[str, dict[str, Callable[[object], bool]]] = {
     "start": {"plan": _is_mapping},
-    "step": {"loss": _optional(_is_number), "seconds": _is_amount, "peak_bytes": _optional(_is_amount)},
+    "step": {
+        "loss": _optional(_is_number), "seconds": _is_amount, "peak_bytes": _optional(_is_amount),
+        "skipped": _is_switch,
+    },
     "out_of_memory": {
         "phase": _is_text, "cause": _is_text, "plan": _is_mapping, "requested_bytes": _optional(_is_amount),
         "allocated_bytes": _optional(_is_amount), "free_bytes": _optional(_is_amount),
@@ -100,13 +107,18 @@ class History:
 
     Attributes:
         run_dir: The run's folder.
-        rows: All rows that are what the journal's rows are, in the order written.
-        steps: One row for each optimizer step, by number; of steps that were done again after a crash, the last.
+        rows: All of the run's rows that are what the journal's rows are, in the order written.
+        num_earlier: Runs that were written into the same journal before this one.
     """
 
     run_dir: Path
     rows: tuple[Row, ...]
-    steps: dict[int, Row]
+    num_earlier: int = 0
+
+    @property
+    def steps(self) -> dict[int, Row]:
+        """One row for each optimizer step that was done, by number; of those done again after a crash, the last."""
+        return {row["step"]: row for row in self.of("step") if not row.get("skipped", False)}
 
     @property
     def transitions(self) -> list[Transition]:
@@ -124,8 +136,9 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The sum of all steps' seconds, those done again after a crash counted once."""
-        return sum(float(row.get("seconds", 0)) for row in self.steps.values())
+        """The sum of all steps' seconds, the skipped ones included, those done again after a crash counted once."""
+        skipped = [row for row in self.of("step") if row.get("skipped", False)]
+        return sum(float(row.get("seconds", 0)) for row in (*self.steps.values(), *skipped))
 
     @property
     def losses(self) -> list[float]:
@@ -143,7 +156,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History | None:
-    """The history of a run; None if its journal holds nothing that is known.
+    """The history of the last run in a journal; None if that holds nothing that is known.
 
     Raises:
         RecipeError: There is no such folder, or no journal in it, or it cannot be read.
@@ -153,7 +166,8 @@ def read_history(run_dir: Path) -> History | None:
     except OSError as error:
         raise RecipeError(f"{run_dir}: it cannot be read ({error.strerror}); type the run_dir of a run") from None
     rows = tuple(row for row in read(path) if _is_known(row))
-    return History(run_dir, rows, {row["step"]: row for row in rows if row["event"] == "step"}) if rows else None
+    begins = [at for at, row in enumerate(rows) if at == 0 or (row["event"] == "start" and row["step"] == 0)]
+    return History(run_dir, rows[begins[-1] :], num_earlier=len(begins) - 1) if rows else None
 
 
 def _journal_of(run_dir: Path) -> Path:

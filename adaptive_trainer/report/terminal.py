@@ -100,6 +100,8 @@ def _header(history: History) -> Table:
         ("loss", f"{losses[0]:.4g} -> {losses[-1]:.4g}" if losses else "unknown"),
         ("peak", format_bytes(peak_bytes)),
     ]
+    if history.num_earlier:
+        rows.insert(1, ("earlier runs", f"{history.num_earlier} in the same journal, not shown here"))
     for row in rows:
         table.add_row(*_cells(*row))
     return table

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from adaptive_trainer import AdaptiveTrainer, Fidelity
+from adaptive_trainer import AdaptiveTrainer, Fidelity, Plan
 from adaptive_trainer.testing import inject_oom
 from tests.zoo import ZOO, loss
 
@@ -108,3 +108,22 @@ def test_what_a_callback_raises_passes_through():
             ZOO["mlp"].make(), ZOO["mlp"].data(8), loss=loss, batch_size=8, callbacks=[fail], progress=False
         ).fit()
     assert caught.value is error
+
+
+def test_the_accumulation_that_is_written_is_the_number_of_pieces_that_are_run():
+    """No piece of a model with BatchNorm is a single row."""
+    model, pieces = ZOO["cnn_batch_norm"].make(), []
+
+    def one_row(plan):
+        return Plan(micro_batch=1)
+
+    model.register_forward_pre_hook(lambda _module, args: pieces.append(len(args[0])))
+    trainer = AdaptiveTrainer(
+        model, ZOO["cnn_batch_norm"].data(10), loss=loss, batch_size=5, progress=False, ladder=[one_row, "empty_cache"]
+    )
+    with inject_oom(step=1, times=2):
+        result = trainer.fit()
+    rows = [event.as_dict() for event in result.events]
+    assert pieces[-2:] == [3, 2]
+    assert [row["new"]["accumulation"] for row in rows if row["event"] == "fallback"] == [2, 2]
+    assert [row["plan"]["accumulation"] for row in rows if row["event"] == "out_of_memory"] == [1, 2]
