@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from adaptive_trainer import memory, packing, portrait, saving
 from adaptive_trainer.boundary import Boundary
@@ -14,7 +15,6 @@ from adaptive_trainer.phases import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
     from pathlib import Path
 
     from adaptive_trainer.data import Source
@@ -31,7 +31,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: Where they lie; None writes none.
+        run_dir: Below it they lie; None writes none.
         loop: The training.
         source: Its data.
         told: What else there is to keep.
@@ -41,7 +41,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path | None,
+        run_dir: Path | None,
         loop: Loop,
         source: Source,
         told: Callable[[], portrait.Progress],
@@ -49,15 +49,20 @@ class Checkpoints:
         every: int | None,
         keep: int,
     ) -> None:
-        self._folder = folder
+        self._folder = None if run_dir is None else run_dir / FOLDER
         self._loop = loop
         self._source = source
         self._told = told
         self._every = every
         self._keep = keep
         self._task = loop.task
-        self._written: Any = None
         self._failed = ""
+        self._tried = self._key()  # what a run is resumed from need not be written again
+
+    def _key(self) -> tuple[int, int, int | None]:
+        """What tells two checkpoints apart."""
+        told = self._told()
+        return self._task.track.step, told.epochs, told.evaluated_at
 
     def step_done(self) -> None:
         """Write one if it is due."""
@@ -66,20 +71,21 @@ class Checkpoints:
 
     def write(self) -> None:
         """Write one, unless nothing has changed since the last."""
-        step, told = self._task.track.step, self._told()
-        key = (step, told.epochs, told.evaluated_at)
-        if self._folder is None or step == 0 or self._written == key:
+        step, key = self._task.track.step, self._key()
+        if self._folder is None or step == 0 or self._tried == key:
             return
+        self._tried = key
         started, saved = time.perf_counter(), None
         for _ in range(2):  # what had no room may find it after the clean-up
             with Boundary(self._task.track, lambda failure: failure.is_memory) as boundary:
                 saved = self._saved(self._folder, step)
             if boundary.failure is None:
                 break
-            self._complain(f"out of memory: {boundary.failure.text}")
             memory.release(self._task.device)
+        else:
+            self._complain(f"out of memory: {boundary.failed.text}")
         if saved is not None:
-            self._written, self._failed = key, ""
+            self._failed = ""
             seconds = time.perf_counter() - started
             path, rank = str(saved.path), self._task.track.rank
             self._loop.record(Checkpoint(step=step, rank=rank, path=path, num_bytes=saved.num_bytes, seconds=seconds))
@@ -103,19 +109,22 @@ class Checkpoints:
             log.warning("%s, and none after it", self._failed)
 
 
-def found(folder: Path, resume: str, now: datetime) -> Opened | None:
+def found(run_dir: Path | None, resume: str) -> Opened | None:
     """The checkpoint to go on from, None for a fresh start; ``resume`` as the user gave it.
 
     Raises:
         CheckpointError: There must be one and is none, or none is good.
     """
+    if run_dir is None:
+        return None
+    folder = run_dir / FOLDER
     saving.clear_unfinished(folder)
     if resume == "never":
-        aside = saving.set_aside(folder, now)
+        aside = saving.set_aside(folder, datetime.now(tz=UTC))
         if aside is not None:
             log.info("resume='never': the checkpoints that were there are in %s now", aside)
         return None
     opened = saving.open_newest(folder, log.warning)
     if opened is None and resume == "must":
-        raise CheckpointError(f"resume: 'must' was given, and {folder} holds no checkpoint; type resume=auto to start anew")
+        raise CheckpointError(f"resume: 'must' was given, and {folder} holds no checkpoint; type resume=auto")
     return opened

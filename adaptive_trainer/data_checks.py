@@ -6,7 +6,7 @@ of batches can. Both would train without a word on something else than was meant
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 

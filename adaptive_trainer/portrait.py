@@ -77,11 +77,13 @@ def draw(loop: Loop, source: Source, progress: Progress) -> tuple[dict[str, Tens
     }
 
 
-def resume(loop: Loop, source: Source, weights: Mapping[str, Tensor], rest: dict[str, Any], given: dict[str, Any]) -> Progress:
+def resume(
+    loop: Loop, source: Source, weights: Mapping[str, Tensor], rest: dict[str, Any], given: dict[str, Any]
+) -> Progress:
     """Take up a run where the checkpoint left it.
 
     Raises:
-        CheckpointError: It is another model's, another optimizer's, or one of other data. Nothing has been changed then.
+        CheckpointError: It is of another model, optimizer or order of samples. Nothing has been changed then.
     """
     state = loop.workshop.load()
     progress = Progress(**rest["progress"])
@@ -134,8 +136,8 @@ def _refuse_other_order(then: dict[str, Any], now: dict[str, Any], *, in_epoch: 
     for key in then.keys() & now.keys():
         if in_epoch and then[key] != now[key]:
             raise CheckpointError(
-                f"the checkpoint lies in the middle of an epoch with {key}={then[key]}, and {key}={now[key]} would give "
-                f"other batches; type {key}={then[key]}, or resume='never'"
+                f"the checkpoint lies in the middle of an epoch with {key}={then[key]}, and {key}={now[key]} "
+                f"would give other batches; type {key}={then[key]}, or resume='never'"
             )
 
 
@@ -149,8 +151,8 @@ def _refuse_other_optimizer(optimizer: Optimizer, entries: dict[str, Any]) -> No
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if entries["sizes"] != sizes:
         raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {entries['sizes']} parameters, and this one of {sizes}; give the "
-            "same groups, another run_dir, or resume='never'"
+            f"the checkpoint's optimizer has groups of {entries['sizes']} parameters, and this one of {sizes}; give "
+            "the same groups, another run_dir, or resume='never'"
         )
 
 
@@ -216,7 +218,9 @@ def _optimizer_entries(optimizer: Optimizer) -> dict[str, Any]:
         "kind": _kind_of(optimizer),
         "sizes": [len(group["params"]) for group in optimizer.param_groups],
         "state": [(key, dict(value) if isinstance(value, dict) else value) for key, value in state],
-        "groups": [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups],
+        "groups": [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ],
         "own": {name: value for name, value in own.items() if _can_be_kept(f"optimizer.{name}", value)},
     }
 

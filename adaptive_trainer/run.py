@@ -44,10 +44,10 @@ class Run:
         source: Source,
         goal: Goal,
         record: Callable[[Event], None],
+        *,
         evaluate: Callable[[], None],
         checkpoints: Checkpoints,
         signals: Signals,
-        *,
         eval_steps: int | None,
     ) -> None:
         self.epochs = 0
@@ -110,8 +110,9 @@ class Run:
                 self._end_skipping(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
-            self._checkpoints.step_done()
-            self._end_if_asked()
+            if self._source.num_taken != self._source.num_batches:  # at the end of an epoch one is written anyway
+                self._checkpoints.step_done()
+                self._end_if_asked()
         if self._source.num_taken != self._source.num_batches:
             return False
         self._source.end_epoch()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -76,8 +75,8 @@ class AdaptiveTrainer:
         device: Default: the accelerator there is, else the CPU.
         seed: Seeds Python, NumPy and torch once, when a run starts from its first step.
         run_dir: Folder for the journal; None writes nothing.
-        resume: ``"auto"`` goes on from the newest good checkpoint in ``run_dir`` if there is one, ``"never"`` moves those
-            that are there aside, ``"must"`` refuses to start without one.
+        resume: ``"auto"`` goes on from the newest good checkpoint in ``run_dir`` if there is one, ``"never"`` moves
+            those that are there aside, ``"must"`` refuses to start without one.
         checkpoint_steps: Every how many optimizer steps a checkpoint is written, beside those at the end of each epoch,
             at the end, at signals and when the ladder is exhausted.
         keep_checkpoints: How many checkpoints stay in ``run_dir``.
@@ -221,25 +220,26 @@ class AdaptiveTrainer:
         refuse_used_up("data", self._data, again=again)
         again = again or self._eval_steps is not None or (goal.epochs is None and not isinstance(self._data, Iterator))
         refuse_used_up("eval_data", self._eval_data, again=again)
-        opened = self._to_resume() if loop.track.step == 0 else None
+        opened = checkpoints.found(self._run_dir, self._resume) if loop.track.step == 0 else None
         if loop.track.step == 0:
             seed_everything(self._seed)
         with ExitStack() as stack:
             stack.callback(loop.close)
-            stack.enter_context(self._fitting())
+            self._is_fitting = True
+            stack.callback(setattr, self, "_is_fitting", False)
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
             if opened is not None:
                 self._take_up(opened, self._source)
             self._start(self._source, None if opened is None else str(opened.path))
             signals = stack.enter_context(Signals(taken=self._run_dir is not None))
             keeping = checkpoints.Checkpoints(
-                self._checkpoint_folder, loop, self._source, self._told,
+                self._run_dir, loop, self._source, self._told,
                 every=self._checkpoint_steps, keep=self._keep_checkpoints,
             )  # fmt: skip
             stack.callback(keeping.close)
             run = Run(
-                loop, self._source, goal, self._record, self._evaluate_once, keeping, signals,
-                eval_steps=self._eval_steps,
+                loop, self._source, goal, self._record,
+                evaluate=self._evaluate_once, checkpoints=keeping, signals=signals, eval_steps=self._eval_steps,
             )  # fmt: skip
             self._run = run
             try:
@@ -275,15 +275,6 @@ class AdaptiveTrainer:
             self._journal = stack.enter_context(Journal(self._journal_path, self._hooks))
             return dict(self._evaluate(data))
 
-    @contextmanager
-    def _fitting(self) -> Iterator[None]:
-        """Within it, an evaluation that a callback asks for is one of the run's."""
-        self._is_fitting = True
-        try:
-            yield
-        finally:
-            self._is_fitting = False
-
     def _load_as_fit_would(self) -> None:
         """Make the model from the seed, and leave the user's random streams as they are."""
         streams = RandomStreams.take(self._device)
@@ -309,14 +300,6 @@ class AdaptiveTrainer:
             self._evaluate(self._eval_data)
 
     # Checkpoints.
-
-    @property
-    def _checkpoint_folder(self) -> Path | None:
-        return None if self._run_dir is None else self._run_dir / checkpoints.FOLDER
-
-    def _to_resume(self) -> Opened | None:
-        folder = self._checkpoint_folder
-        return None if folder is None else checkpoints.found(folder, self._resume, datetime.now(tz=UTC))
 
     def _take_up(self, opened: Opened, source: Source) -> None:
         self._loop.begin()

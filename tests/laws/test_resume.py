@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptive_trainer import AdaptiveTrainer, CheckpointError, LadderExhausted, Plan
 from adaptive_trainer.testing import inject_oom
@@ -91,7 +91,6 @@ class Noisy(Dataset):
         return 28
 
     def __getitem__(self, index):
-        torch.manual_seed if index < 0 else None
         return torch.randn(8) + index, index % 3
 
 
