@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,16 +82,15 @@ class _Contents:
         if live is None:
             live = now if session.is_free(now) and self._is_alike(now) else copy.copy(self._empty)
         session.settle(self, live)
+        # Read before anything is taken out: tensors are put back into what is there now.
         if isinstance(live, dict):
             old = now if isinstance(now, dict) else {}
             # dict.get, because asking a defaultdict for what it lacks makes it.
-            entries = {key: session.put(dict.get(old, key), entry) for key, entry in self._entries.items()}
-            live.clear()
-            live.update(entries)
-            return live
-        entries = _put_row(now, self._entries, session)
+            found: Any = {key: session.put(dict.get(old, key), entry) for key, entry in self._entries.items()}
+        else:
+            found = _put_row(now, self._entries, session)
         live.clear()
-        (live.update if isinstance(live, set) else live.extend)(entries)
+        (live.extend if isinstance(live, list | deque) else live.update)(found)
         return live
 
     def _is_alike(self, now: Any) -> bool:
@@ -119,11 +119,7 @@ class _Row:
 
     def put(self, now: Any, session: Session) -> Any:
         entries = _put_row(now, self._entries, session)
-        if (
-            type(now) is self._kind
-            and len(now) == len(entries)
-            and all(a is b for a, b in zip(now, entries, strict=True))
-        ):
+        if type(now) is self._kind and len(now) == len(entries) and all(map(is_, now, entries)):
             return now
         return getattr(self._kind, "_make", self._kind)(entries)  # a named tuple's class takes entries one by one
 
@@ -137,7 +133,7 @@ def _pin(entries: Iterable[Any]) -> bool:
 
 
 def _put_row(now: Any, entries: list[Any], session: Session) -> list[Any]:
-    """The entries of a list or the like; what is at the same place now is of use only where their number is the same."""
+    """The entries of a list or the like. What is at the same place now is used where their number is the same."""
     old = [*now] if isinstance(now, list | tuple | deque) else []
     old = old if len(old) == len(entries) else [None] * len(entries)
     return [session.put(before, entry) for before, entry in zip(old, entries, strict=True)]
@@ -159,8 +155,9 @@ class Copier:
 
     def keep(self, entries: Iterable[Any]) -> None:
         """Keep these by reference."""
+        entries = list(entries)
         self.kept += entries
-        self._known.update((id(entry), entry) for entry in self.kept)
+        self._known.update((id(entry), entry) for entry in entries)
 
     def keeps(self, value: Any) -> bool:
         """Whether an object is one of those."""
