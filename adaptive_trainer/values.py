@@ -71,7 +71,7 @@ class TensorCopy:
 
         Only its values would not do: there may be no room for them, or they would go into what somebody else holds.
         """
-        if not self._is_in_place():
+        if self.place is not None and not self._is_in_place():
             with torch.inference_mode(self.tensor.is_inference()):
                 self.tensor.data = self.place
 
