@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptive_trainer.streams import is_generator, rewinding
+from adaptive_trainer.values import is_read_only, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
@@ -38,11 +39,6 @@ _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict})
 _STANDARD = frozenset(nn.Module().__dict__)
 _KEPT = frozenset(name for name, value in nn.Module().__dict__.items() if type(value) in _CONTAINERS)
 _values = methodcaller("values")
-
-
-def version(tensor: Tensor) -> int | None:
-    """How often torch has seen the tensor written into; None for inference tensors, which do not count."""
-    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  torch names no other way to it
 
 
 class _Faded:
@@ -273,18 +269,8 @@ class AttributeSnapshot:
         for record in self._records.values():
             passing = record.entries["_non_persistent_buffers_set"]
             for name, tensor in record.entries["_buffers"].items():
-                if tensor is not None and not _is_read_only(tensor):
+                if tensor is not None and not is_read_only(tensor):
                     yield StateTensor(record.entries["_buffers"], name, tensor, name not in passing)
             for name, tensor in record.plain:
-                if not _is_read_only(tensor):
+                if not is_read_only(tensor):
                     yield StateTensor(record.entries, name, tensor, persistent=False)
-
-
-def _is_read_only(tensor: Tensor) -> bool:
-    """Whether it is kept by reference alone: its elements share memory (an expanded tensor), or it is no plain array.
-
-    Torch refuses to write into the former; sparse and nested buffers (adjacency matrices, ragged tables) are constants.
-    """
-    if tensor.layout is not torch.strided:
-        return True
-    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))

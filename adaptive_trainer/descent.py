@@ -143,10 +143,7 @@ class Descent:
         return (failure.refused is None and self._may_be_smaller(failure)) or self.blames(failure) is not None
 
     def blames(self, failure: Failure) -> str | None:
-        """What a failure speaks against, by its rung in the table, if it was this walk that switched it on.
-
-        It is then taken back.
-        """
+        """What a failure speaks against, by its rung in the table, if this walk switched it on; it is taken back."""
         rung = failure.refused
         if rung is None and not self._may_be_smaller(failure):
             # What only may be memory and did not go away with a smaller piece may come from a kernel that there is in
@@ -337,14 +334,9 @@ class Descent:
 
     def _leak_answered(self) -> bool:
         """Whether a lower plan, and one that still holds, was taken for a leak."""
-        return any(
-            isinstance(before, OutOfMemory)
-            and before.cause is Cause.LEAK
-            and isinstance(taken, Fallback)
-            and taken.new != taken.old
-            and taken.rung not in self.undone
-            for before, taken in pairwise(self.trail)
-        )
+        answers = [taken for before, taken in pairwise(self.trail) if getattr(before, "cause", None) is Cause.LEAK]
+        lower = [entry for entry in answers if isinstance(entry, Fallback) and entry.new != entry.old]
+        return any(entry.rung not in self.undone for entry in lower)
 
     def _usual_elements(self) -> float | None:
         """What the largest micro-batch of a usual batch would have under the present plan."""

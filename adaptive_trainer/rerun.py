@@ -17,8 +17,9 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from adaptive_trainer.attributes import SMALL_BYTES, AttributeSnapshot, version
+from adaptive_trainer.attributes import SMALL_BYTES, AttributeSnapshot
 from adaptive_trainer.streams import HostStreams
+from adaptive_trainer.values import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from adaptive_trainer.copies import Copier, Session, to_host
 from adaptive_trainer.snapshot import ModuleSnapshot
 from adaptive_trainer.streams import RandomStreams
 
@@ -117,16 +118,12 @@ class StateCopy:
 
     def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
         # A lazy parameter has no value yet, and none to come back to.
-        self._parameters = [(parameter, _to_host(parameter)) for parameter in parameters if not is_lazy(parameter)]
-        self._optimizer = optimizer
-        self._state = [(parameter, _copied(state)) for parameter, state in optimizer.state.items()]
-        self._groups = [
-            {key: value if key == "params" else _copied(value) for key, value in group.items()}
-            for group in optimizer.param_groups
-        ]
-        own = {name: value for name, value in vars(optimizer).items() if name not in kept_by_torch()}
-        self._attributes = {name: _copied(value) for name, value in own.items() if not isinstance(value, Optimizer)}
-        self._inner = [StateCopy((), value) for value in own.values() if isinstance(value, Optimizer)]
+        parameters = list(parameters)
+        self._parameters = [(parameter, to_host(parameter)) for parameter in parameters if not is_lazy(parameter)]
+        self._copier = Copier()
+        self._copier.keep(parameters)
+        self._optimizer = _OptimizerCopy(optimizer, self._copier)
+        self._copier.finish()
 
     def differs(self) -> bool:
         """Whether a parameter is not, bit for bit, what it was; writes through ``.data`` show only so."""
@@ -134,25 +131,41 @@ class StateCopy:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put parameters and optimizer back as they were, in the tensors that they are in."""
+        """Put parameters and optimizer back as they were, in the tensors and containers that they are in."""
         for parameter, value in self._parameters:
             parameter.copy_(value)
-        before = dict(self._state)
-        state = self._optimizer.state
-        for key in [key for key in state if key not in before]:
-            del state[key]
-        for key, value in before.items():
-            state[key] = _put_back(state.get(key), value, key)
-        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=False):
-            _put_back_entries(group, saved)
-        own = {name for name in vars(self._optimizer) if name not in kept_by_torch()}
-        inner = {name for name in own if isinstance(vars(self._optimizer)[name], Optimizer)}
-        for name in own - inner - self._attributes.keys():
-            delattr(self._optimizer, name)
-        for name, value in self._attributes.items():
-            setattr(self._optimizer, name, _put_back(vars(self._optimizer).get(name), value, None))
-        for copy in self._inner:
-            copy.restore()
+        self._optimizer.restore(Session(self._copier))
+
+
+class _OptimizerCopy:
+    """What one optimizer keeps; parameters are in it by reference."""
+
+    def __init__(self, optimizer: Optimizer, copier: Copier) -> None:
+        self._optimizer = optimizer
+        own = _own(optimizer)
+        copier.keep([optimizer, *(entry for group in optimizer.param_groups for entry in group["params"])])
+        inner = [entry for value in own.values() for entry in _entries(value) if isinstance(entry, Optimizer)]
+        self._inner = [_OptimizerCopy(entry, copier) for entry in inner if not copier.keeps(entry)]
+        self._state = copier.copied(optimizer.state)
+        self._groups = copier.copied(optimizer.param_groups)
+        self._attributes = {name: copier.copied(value) for name, value in own.items()}
+
+    def restore(self, session: Session) -> None:
+        optimizer = self._optimizer
+        for name in _own(optimizer).keys() - self._attributes.keys():
+            delattr(optimizer, name)
+        for name, saved in {"state": self._state, "param_groups": self._groups, **self._attributes}.items():
+            now = getattr(optimizer, name, None)
+            live = session.put(now, saved)
+            if live is not now or not hasattr(optimizer, name):
+                setattr(optimizer, name, live)
+        for entry in self._inner:
+            entry.restore(session)
+
+
+def _own(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer has beside what every optimizer has."""
+    return {name: value for name, value in vars(optimizer).items() if name not in kept_by_torch()}
 
 
 @cache  # and no constant, because the first optimizer that is made imports torch's compiler
@@ -161,43 +174,8 @@ def kept_by_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 
 
-def _put_back_entries(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name in group.keys() - saved.keys():
-        del group[name]
-    for name, value in saved.items():
-        group[name] = value if name == "params" else _put_back(group.get(name), value, None)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy of plain structures, tensors on the host."""
-    if isinstance(value, Tensor):
-        return _to_host(value)
+def _entries(value: Any) -> list[Any]:
+    """What a list or dict holds, or the value itself."""
     if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(entry) for entry in value)
-    return value
-
-
-def _put_back(now: Any, saved: Any, parameter: Any) -> Any:
-    """``saved`` again as live state: into the tensors that are there where they fit, else as new ones.
-
-    New tensors go where the optimizer had the old ones: beside the parameter, or on the host if they have no shape of
-    the parameter's (step counters).
-    """
-    if isinstance(saved, Tensor):
-        if isinstance(now, Tensor) and now.shape == saved.shape and now.dtype == saved.dtype:
-            return now.copy_(saved)
-        beside = isinstance(parameter, Tensor) and saved.dim() > 0
-        return saved.to(parameter.device, copy=True) if beside else saved.clone()
-    if isinstance(saved, dict):
-        old = now if isinstance(now, dict) else {}
-        return {key: _put_back(old.get(key), entry, parameter) for key, entry in saved.items()}
-    if isinstance(saved, list | tuple):
-        old_entries = now if isinstance(now, list | tuple) and len(now) == len(saved) else [None] * len(saved)
-        return type(saved)(_put_back(old, entry, parameter) for old, entry in zip(old_entries, saved, strict=True))
-    return saved
+        return [*value.values()]
+    return [*value] if isinstance(value, list | tuple) else [value]

@@ -7,11 +7,10 @@ import os
 import random
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 

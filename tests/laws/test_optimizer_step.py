@@ -1,7 +1,9 @@
 """Law 1 for a failure inside the optimizer's step: whatever has moved already is put back, whichever optimizer it is."""
 
 import warnings
+from collections import OrderedDict, defaultdict, deque
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -63,6 +65,48 @@ class Plain(torch.optim.Optimizer):
                 parameter.sub_(sum(self.state[parameter]["past"]), alpha=group["lr"])
 
 
+class Moments(NamedTuple):
+    mean: torch.Tensor
+    count: int
+
+
+class Furnished(torch.optim.Optimizer):
+    """A user's own that keeps what it keeps in containers of every kind, some under two names."""
+
+    def __init__(self, parameters, lr=0.05):
+        super().__init__(parameters, {"lr": lr})
+        self.moments = self.state
+        self.counts = defaultdict(int)
+        self.recent = deque(maxlen=3)
+        self.order = OrderedDict(a=1, b=2)
+        self.seen = set()
+        self.total = Moments(torch.zeros(()), 0)
+        self.both = [self.total.mean, self.recent]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.order.move_to_end("a")
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                self.counts[index] += 1
+                self.seen.add((index, self.counts[index]))
+                state = self.moments[parameter]
+                old = state.get("moments", Moments(torch.zeros_like(parameter), 0))
+                state["moments"] = Moments(old.mean.lerp(parameter.grad, 0.5), old.count + 1)
+                self.recent.append(parameter.grad.abs().sum())
+                self.total.mean.add_(self.recent[-1])
+                self.total = self.total._replace(count=self.total.count + 1)
+                parameter.sub_(state["moments"].mean + self.recent[0] * 1e-3, alpha=group["lr"])
+
+    def kept(self):
+        assert self.moments is self.state
+        assert self.both[0] is self.total.mean
+        assert self.both[1] is self.recent
+        assert self.recent.maxlen == 3
+        self.counts.default_factory()
+        return [dict(self.counts), list(self.recent), list(self.order), sorted(self.seen), self.total]
+
+
 def two_groups(make, parameters, **rest):
     first, *others = list(parameters)
     return make([{"params": [first], "lr": 0.05}, {"params": others, "lr": 0.02}], **rest)
@@ -78,6 +122,7 @@ OPTIMIZERS = {
     "torch's adafactor": torch.optim.Adafactor,
     "factored": Factored,
     "a user's own": Plain,
+    "one with containers of every kind": Furnished,
     "two groups of sgd": partial(two_groups, partial(torch.optim.SGD, momentum=0.9, foreach=False)),
     "two groups of adam": partial(two_groups, partial(torch.optim.Adam, foreach=True)),
 }
@@ -107,7 +152,8 @@ def trainer_of(optimizer, **rest):
 
 def end_of(trainer):
     optimizer = trainer._loop.workshop.state.optimizer
-    return state_of(trainer), {k: v for k, v in vars(optimizer).items() if k in {"calls", "seen"}}
+    kept = optimizer.kept() if isinstance(optimizer, Furnished) else []
+    return state_of(trainer), {k: v for k, v in vars(optimizer).items() if k in {"calls", "seen"}}, kept
 
 
 def rarely(monkeypatch):
