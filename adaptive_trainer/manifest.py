@@ -25,7 +25,7 @@ _PIECE_BYTES = 2**20
 
 
 class Flaw(Exception):  # noqa: N818  it is no error, but what is wrong with a folder
-    """Why a folder cannot be used."""
+    """Why a folder cannot be used; its cause is what the operating system said, if that was it."""
 
 
 def fill(folder: Path, step: int, contents: Mapping[str, Iterable[bytes | memoryview]]) -> int:
@@ -83,7 +83,9 @@ def check(folder: Path, step: int, names: Sequence[str]) -> dict[str, dict[str, 
     if type(version) is not int or version != VERSION or manifest.get("step") != step or not isinstance(files, dict):
         raise Flaw(f"{MANIFEST_NAME} is damaged or of another folder")
     for name in names:
-        size = files[name].get("size") if isinstance(files.get(name), dict) else None
+        if not isinstance(files.get(name), dict):
+            raise Flaw(f"{MANIFEST_NAME} is damaged (it says nothing of {name})")
+        size = files[name].get("size")
         if (found := _stat(folder / name).st_size) != size:
             raise Flaw(f"{name} has {found} bytes instead of {size}")
     return files
@@ -146,4 +148,4 @@ def _stat(path: Path) -> os.stat_result:
 
 def _refuse(path: Path, error: OSError) -> NoReturn:
     said = "is a link, which is not followed" if error.errno == errno.ELOOP else f"cannot be read ({error.strerror})"
-    raise Flaw(f"{path.name} {said}") from None
+    raise Flaw(f"{path.name} {said}") from error

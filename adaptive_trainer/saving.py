@@ -124,6 +124,8 @@ def _read_back(part: Path, step: int) -> None:
     try:
         manifest.verify(part, step, _NAMES)
     except manifest.Flaw as flaw:
+        if isinstance(flaw.__cause__, OSError):
+            raise flaw.__cause__ from None
         raise OSError(errno.EIO, f"what was written reads back differently ({flaw})", str(part)) from None
 
 

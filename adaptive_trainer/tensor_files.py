@@ -32,6 +32,7 @@ _CODES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _METADATA = "__metadata__"
@@ -53,7 +54,8 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
         for piece in _in_order(_as_integers(storages.bare(tensors[name]))):
             on_host = piece.to("cpu").contiguous()
             if on_host.numel():
-                yield on_host.reshape(-1).view(torch.uint8).numpy().data
+                # A single element counts as contiguous whatever its stride is, but is no row of bytes then.
+                yield on_host.as_strided((on_host.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
