@@ -69,7 +69,8 @@ def one_of(*legal: str) -> Callable[[Any], bool]:
 
 
 def is_model(value: Any) -> bool:
-    return callable(value) and not lacking(value)
+    is_module = hasattr(value, "parameters") and not isinstance(value, type)
+    return callable(value) and (is_module or not lacking(value))
 
 
 def lacking(function: Callable[..., Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
+
+
+log = logging.getLogger("adaptive_trainer")
 
 
 class AdaptiveTrainer:
@@ -157,6 +162,7 @@ class AdaptiveTrainer:
         self._metrics: dict[str, float] = {}
         self._evaluated_at: int | None = None
         self._recipe: Recipe | None = None
+        self._is_finite = True
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
@@ -210,6 +216,8 @@ class AdaptiveTrainer:
         _refuse_used_up("eval_data", self._eval_data, again=again)
         if loop.track.step == 0:
             seed_everything(self._seed)
+            self._warn_of_unused_metrics()
+        self._is_finite = True
         with ExitStack() as stack:
             stack.callback(loop.close)
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
@@ -274,6 +282,17 @@ class AdaptiveTrainer:
 
     def _record(self, event: Event) -> None:
         self._journal.record(event)
+        if self._is_finite and type(event) is Step and not (event.skipped or math.isfinite(event.loss)):
+            self._is_finite = False
+            log.warning(
+                "step %d: its loss is %s, the first of this run that is not finite, and fp32 skips no step for that; "
+                "look for such values in the data, or give a smaller learning rate or max_grad_norm=1.0",
+                event.step, event.loss,
+            )  # fmt: skip
+
+    def _warn_of_unused_metrics(self) -> None:
+        if self._loop.task.objective.metrics and self._eval_data is None:
+            log.warning("metrics: fit() evaluates nothing without eval_data; give it, or call evaluate(data)")
 
     def _open_journal(self, stack: ExitStack, total_steps: int | None) -> Journal:
         hooks: list[Callable[[Event], None]] = []
