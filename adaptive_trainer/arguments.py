@@ -58,7 +58,7 @@ _COUNT = "a whole number, 1 or more"
 
 #: Every keyword of the trainer's constructor.
 ARGUMENTS: Mapping[str, Argument] = {
-    "model": Argument(Kind.MODEL, callable, _MODEL, optional=False),
+    "model": Argument(Kind.MODEL, checks.is_model, _MODEL, checks.model_hint, optional=False),
     "data": Argument(Kind.MADE, checks.is_data, _DATA, optional=False),
     "loss": Argument(
         Kind.FUNCTION,

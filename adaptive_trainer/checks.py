@@ -8,6 +8,7 @@ that nothing here needs torch.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import reprlib
@@ -67,6 +68,21 @@ def one_of(*legal: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and value in legal
 
 
+def is_model(value: Any) -> bool:
+    is_module = hasattr(value, "parameters") and not isinstance(value, type)
+    return callable(value) and (is_module or not lacking(value))
+
+
+def lacking(function: Callable[..., Any]) -> list[str]:
+    """The arguments without which a function or class cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):  # written in C, or no function at all
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [entry.name for entry in parameters if entry.default is entry.empty and entry.kind not in optional]
+
+
 def is_data(value: Any) -> bool:
     # A class has the methods of its instances, and a mapping or a text could be iterated over without being batches.
     if isinstance(value, (str, bytes, Mapping, type)):
@@ -93,12 +109,17 @@ def is_device(value: Any) -> bool:
 def is_memory_limit(value: Any) -> bool:
     if isinstance(value, str):
         try:
-            return parse_bytes(value) > 0
+            return parse_bytes(value) > 0 and not _lacks_a_unit(value)
         except ValueError:
             return False
     if isinstance(value, float):
         return 0 < value <= 1
-    return is_integer(value) and value > 1  # one byte is never meant: the whole device is
+    return is_integer(value) and value > 0 and not _lacks_a_unit(value)
+
+
+def _lacks_a_unit(value: int | str) -> bool:
+    """Whether this says bytes, and so few that gigabytes were meant. One that writes the unit means what it says."""
+    return re.fullmatch(r"[\s\d.]+", str(value)) is not None and parse_bytes(str(value)) < 2**20
 
 
 def is_rung(entry: Any) -> bool:
@@ -177,6 +198,9 @@ def ladder_hint(value: Any) -> str:
 def memory_hint(value: Any) -> str:
     if is_integer(value) and value == 1:
         return "; 1 is one byte, write 1.0 for the whole device"
+    if re.fullmatch(r"\s*[1-9]\d*\s*", str(value)):
+        number = str(value).strip()
+        return f"; {number} alone is {number} bytes: did you mean '{number}GiB'? (bytes are written '{number}B')"
     return ""
 
 
@@ -188,6 +212,14 @@ def run_dir_hint(value: Any) -> str:
 
 def class_hint(value: Any) -> str:
     return f"; type {value.__name__}(...), an object of it" if isinstance(value, type) else ""
+
+
+def model_hint(value: Any) -> str:
+    needed = lacking(value) if callable(value) else []
+    if not needed:
+        return ""
+    name = getattr(value, "__name__", type(value).__name__)
+    return f"; {name} needs {', '.join(needed)}: type {name}({', '.join(f'{entry}=...' for entry in needed)})"
 
 
 def callbacks_hint(value: Any) -> str:

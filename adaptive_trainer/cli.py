@@ -14,9 +14,11 @@ import sys
 import traceback
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from adaptive_trainer.arguments import ARGUMENTS
 from adaptive_trainer.errors import AdaptiveTrainerError, DataError, LadderExhausted, RecipeError
 from adaptive_trainer.progress import log_on_terminal
 from adaptive_trainer.report import read_history
@@ -42,9 +44,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         nothing was recognised; 130 interrupted.
     """
     with _Edge() as edge:
-        arguments = _parser().parse_args(argv)
+        arguments = _parsed(argv)
         edge.code = arguments.command(arguments)
     return edge.code
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_as_overrides(unknown)}")
+    return arguments
+
+
+def _as_overrides(unknown: Sequence[str]) -> str:
+    """How a recipe's keys are typed, for whoever has typed them as options."""
+    meant = []
+    for option, following in pairwise((*unknown, "--")):
+        key, _, value = option.removeprefix("--").partition("=")
+        if option.startswith("--") and _is_key(key):
+            meant.append(f"{key.replace('-', '_')}={value or (following if following[:1] != '-' else '...')}")
+    return f"; write {' '.join(meant)}" if meant else ""
+
+
+def _is_key(text: str) -> bool:
+    return text.partition(".")[0].replace("-", "_") in ARGUMENTS
 
 
 def _parser() -> argparse.ArgumentParser:

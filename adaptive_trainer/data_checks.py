@@ -31,7 +31,7 @@ def refuse_columns(key: str, data: Any) -> None:
     shapes = " and ".join(str(tuple(column.shape)) for column in columns)
     what = "an array of shape" if len(columns) == 1 else f"a {type(data).__name__} of {len(columns)} arrays of shapes"
     raise DataError(
-        f"{key}: it is {what} {shapes}, and its first dimension is not read as samples; "
+        f"{key}: it is {what} {shapes}, and arrays by themselves are not read as samples; "
         f"give torch.utils.data.TensorDataset(X, y), of tensors, and batch_size{ways}"
     )
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from adaptive_trainer.batches import call, length, loss_of
+from adaptive_trainer.batches import length
 from adaptive_trainer.errors import DataError
+from adaptive_trainer.forward import call, loss_of
 from adaptive_trainer.weights import ItemCounter, item_counter, loss_reduction
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ class Recipe:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
-    The recipe's folder is put at the end of ``sys.path``, so that the modules beside the recipe can be named in it.
+    The recipe's folder and the current one are put at the end of ``sys.path``, so that it can name modules there.
 
     Args:
         path: A YAML file.
@@ -87,13 +87,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     mistakes = [sentence for override in overrides if (sentence := _apply(config, override))]
     values = _plain(config, (), mistakes)
     mistakes += check_arguments(values, _unmade(values))
-    if path.parent.resolve() not in (Path(entry).resolve() for entry in sys.path):
-        sys.path.append(str(path.parent.resolve()))
-        importlib.invalidate_caches()
+    _search_in(path.parent.resolve(), Path.cwd())
     mistakes += [sentence for key, value in values.items() if key in ARGUMENTS for sentence in _check_value(key, value)]
     if mistakes:
         raise RecipeError(mistakes)
     return Recipe(path, values)
+
+
+def _search_in(*folders: Path) -> None:
+    for folder in folders:
+        if folder not in (Path(entry).resolve() for entry in sys.path):
+            sys.path.append(str(folder))
+    importlib.invalidate_caches()
 
 
 # Reading.
@@ -242,10 +247,10 @@ def _check_object(key: str, path: str, value: Any, use: Use) -> Iterator[str]:
         found = targets.resolve(value)
         if isinstance(found, str):
             yield f"{path}: {found}"
-        elif not argument.check(_as_whole(argument.kind, found.value)):
-            yield f"{path}: {value} is {shown(found.value)}; give {argument.legal}, or write {{_target_: {value}}}"
         elif argument.kind in (Kind.MODEL, Kind.MAKER) and (isclass(found.value) or isroutine(found.value)):
             yield from targets.check({"_target_": value}, path, use)
+        elif not argument.check(_as_whole(argument.kind, found.value)):
+            yield f"{path}: {value} is {shown(found.value)}; give {argument.legal}, or write {{_target_: {value}}}"
 
 
 def _as_whole(kind: Kind, entry: Any) -> Any:

@@ -62,4 +62,5 @@ class FitResult:
     def __repr__(self) -> str:
         """What a prompt shows; whole journals and a loss for each step are no use there."""
         loss = "no step was done" if self.loss is None else f"loss {self.loss:.4g}"
-        return f"<FitResult: {self.steps} steps, {loss}, {self.plan}, {len(self.fallbacks)} fallbacks>"
+        fallbacks = "1 fallback" if len(self.fallbacks) == 1 else f"{len(self.fallbacks)} fallbacks"
+        return f"<FitResult: {self.steps} steps, {loss}, {self.plan}, {fallbacks}>"

@@ -13,15 +13,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import sys
+import sysconfig
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
 from typing import Any
 
 from adaptive_trainer.checks import nearest, shown
 
 _OWN_KEYS = ("_target_", "_args_", "_partial_")
+_LIBRARY_FOLDERS = ("site-packages", "dist-packages", "lib-dynload")
+
+#: Which of our extras brings a library, by the name under which it is imported.
+EXTRAS: Mapping[str, str] = {
+    "sklearn": "digits", "transformers": "transformers", "deepspeed": "deepspeed", "pynvml": "nvidia",
+}  # fmt: skip
 
 
 class Missing:
@@ -29,6 +40,13 @@ class Missing:
 
 
 MISSING = Missing()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A module that could not be imported, because this one is not installed."""
+
+    module: str
 
 
 class Use(StrEnum):
@@ -57,30 +75,54 @@ def resolve(name: str) -> Found | str:
     parts = name.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return f"{name!r} is no dotted name; write for example my_module.make_model"
-    try:
-        value: Any = importlib.import_module(parts[0])
-    except ModuleNotFoundError as error:
-        if error.name != parts[0]:
-            raise
-        return f"there is no module {parts[0]!r}" + nearest(parts[0], (entry.name for entry in pkgutil.iter_modules()))
+    value: Any = _import(parts[0])
+    if value is None:
+        return f"there is no module {parts[0]!r}" + (_extra_for(parts[0]) or _where_it_was_looked_for(parts[0]))
     for place, part in enumerate(parts[1:], start=1):
         path = ".".join(parts[:place])
-        if not hasattr(value, part) and not _import_submodule(value, f"{path}.{part}"):
+        if isinstance(value, _Lacking):
+            break
+        # Some packages remove a submodule's name again, as torch.optim does: it is there, but no attribute.
+        inner = getattr(value, part) if hasattr(value, part) else _import_submodule(value, f"{path}.{part}")
+        if inner is None and not hasattr(value, part):
             return f"{path} has no {part!r}" + nearest(part, _public_names(value))
-        value = getattr(value, part)
+        value = inner
+    if isinstance(value, _Lacking):
+        return f"{path} needs {value.module}, which is not installed{_extra_for(value.module)}"
     return Found(name, value)
 
 
-def _import_submodule(package: object, name: str) -> bool:
-    if not inspect.ismodule(package):
-        return False
+def _import(name: str) -> Any:
+    """The module, None if there is none, or `_Lacking`.
+
+    A module of the user's that lacks another is their own failure, unless it is a library of one of our extras.
+    """
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name == name:
+            return None
+        lacking = (error.name or "").partition(".")[0]
+        if lacking not in EXTRAS:
             raise
-        return False
-    return True
+    return _Lacking(lacking)
+
+
+def _import_submodule(package: object, name: str) -> Any:
+    return _import(name) if inspect.ismodule(package) else None
+
+
+def _extra_for(module: str) -> str:
+    return f'; type: pip install "adaptive-trainer[{EXTRAS[module]}]"' if module in EXTRAS else ""
+
+
+def _where_it_was_looked_for(module: str) -> str:
+    """The folders that a recipe's own modules may lie in: all that are searched, apart from installed libraries."""
+    installed = {*sysconfig.get_paths().values(), str(Path(sys.executable).parent)}
+    searched = dict.fromkeys(str(Path(entry or ".").resolve()) for entry in sys.path if not entry.endswith(".zip"))
+    own = [entry for entry in searched if entry not in installed and Path(entry).name not in _LIBRARY_FOLDERS]
+    near = nearest(module, (entry.name for entry in pkgutil.iter_modules()))
+    return f"{near}; looked among the installed ones and in {', '.join(own)}"
 
 
 def _public_names(value: object) -> list[str]:
@@ -123,6 +165,7 @@ def _check_node(node: Mapping[Any, Any], path: str, use: Use) -> Iterator[str]:
         num_given = len(args) + (use is Use.FEED and not is_partial)
         texts = [key for key in keywords if isinstance(key, str) and not _is_reserved(key)]
         yield from _check_call(found, path, num_given, texts, is_whole=is_whole)
+        yield from _check_numbers(found, path, keywords)
 
 
 def _is_reserved(key: str) -> bool:
@@ -136,9 +179,23 @@ def _found(name: object) -> Found | str | None:
     if not isinstance(name, str):
         return f"got {shown(name)}; give a dotted name such as my_module.make_model"
     found = resolve(name)
+    if isinstance(found, Found) and isinstance(found.value, ModuleType):
+        return f"{name} is a module, which cannot be called{_callable_of(found)}"
     if isinstance(found, Found) and not callable(found.value):
         return f"{name} is {shown(found.value)}, which cannot be called"
     return found
+
+
+def _callable_of(module: Found) -> str:
+    """What was probably meant: the class or function in a module that has the module's name, as torch.optim's have."""
+    package, _, last = module.name.rpartition(".")
+    for place in (package, module.name):
+        found = resolve(place) if "." in place else Found(place, _import(place))
+        inside = found.value if isinstance(found, Found) else None
+        for name in dir(inside):
+            if name.casefold() == last.replace("_", "").casefold() and inspect.isclass(getattr(inside, name)):
+                return f"; did you mean '{place}.{name}'?"
+    return f"; name something in it, {module.name}. and a function or class"
 
 
 def _check_call(found: Found, path: str, num_given: int, keywords: list[str], *, is_whole: bool) -> Iterator[str]:
@@ -164,6 +221,28 @@ def _check_call(found: Found, path: str, num_given: int, keywords: list[str], *,
         # One misspelt argument is one mistake: it is reported as the one that is not known.
         if key not in by_place and key not in keywords and not any(nearest(typed, [key]) for typed in unknown):
             yield f"{path}: {found.name} needs an argument {key!r}; add {key}: ... to it"
+
+
+def _check_numbers(found: Found, path: str, keywords: Mapping[Any, Any]) -> Iterator[str]:
+    """Texts where the target says that it takes numbers. What says nothing of its arguments takes anything."""
+    hints = _hints(found.value)
+    for key, value in keywords.items():
+        if isinstance(value, str) and key in hints and _is_numeric(hints[key]):
+            yield f"{path}.{key}: got {shown(value)}; {found.name} takes a number there"
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except (NameError, TypeError, AttributeError, SyntaxError):  # names that exist for a type checker alone, say
+        return {}
+
+
+def _is_numeric(hint: Any) -> bool:
+    members = typing.get_args(hint) if typing.get_origin(hint) in {typing.Union, UnionType} else (hint,)
+    others = [member for member in members if member not in {int, float, complex, NoneType}]
+    # torch's tensors by name, because nothing here needs torch.
+    return len(others) < len(members) and all(getattr(member, "__name__", "") == "Tensor" for member in others)
 
 
 def _is_required(entry: inspect.Parameter) -> bool:

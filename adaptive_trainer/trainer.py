@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from adaptive_trainer.saving import Opened
+
+
+log = logging.getLogger("adaptive_trainer")
 
 
 class AdaptiveTrainer:
@@ -169,6 +174,7 @@ class AdaptiveTrainer:
         self._resume = resume
         self._checkpoint_steps = checkpoint_steps
         self._keep_checkpoints = keep_checkpoints
+        self._is_finite = True
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
@@ -223,6 +229,8 @@ class AdaptiveTrainer:
         opened = checkpoints.found(self._run_dir, self._resume) if loop.track.step == 0 else None
         if loop.track.step == 0:
             seed_everything(self._seed)
+            self._warn_of_unused_metrics()
+        self._is_finite = True
         with ExitStack() as stack:
             stack.callback(loop.close)
             self._is_fitting = True
@@ -316,6 +324,17 @@ class AdaptiveTrainer:
 
     def _record(self, event: Event) -> None:
         self._journal.record(event)
+        if self._is_finite and type(event) is Step and not (event.skipped or math.isfinite(event.loss)):
+            self._is_finite = False
+            log.warning(
+                "step %d: its loss is %s, the first of this run that is not finite, and fp32 skips no step for that; "
+                "look for such values in the data, or give a smaller learning rate or max_grad_norm=1.0",
+                event.step, event.loss,
+            )  # fmt: skip
+
+    def _warn_of_unused_metrics(self) -> None:
+        if self._loop.task.objective.metrics and self._eval_data is None:
+            log.warning("metrics: fit() evaluates nothing without eval_data; give it, or call evaluate(data)")
 
     def _open_journal(self, stack: ExitStack, total_steps: int | None) -> Journal:
         hooks: list[Callable[[Event], None]] = []

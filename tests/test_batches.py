@@ -20,10 +20,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from adaptive_trainer.batches import (
     Uncuttable,
-    call,
     cut,
     length,
-    loss_of,
     num_elements,
     shapes,
     sizes,
@@ -31,6 +29,7 @@ from adaptive_trainer.batches import (
     to_device,
 )
 from adaptive_trainer.errors import DataError
+from adaptive_trainer.forward import call, loss_of
 
 Pair = namedtuple("Pair", ["inputs", "targets"])  # noqa: PYI024  what users write
 

@@ -195,6 +195,21 @@ def test_a_wrong_command_line_exits_with_2_and_says_how(arguments, capsys):
     assert "usage: adaptive-trainer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (["--epochs=3"], "; write epochs=3"),
+        (["--batch-size=8", "--model.width=3"], "; write batch_size=8 model.width=3"),
+        (["--epochs", "3"], "; write epochs=3"),
+        (["--epochs"], "; write epochs=..."),
+        (["--nope=3"], ""),
+    ],
+)
+def test_a_key_typed_as_an_option_says_how_overrides_are_written(typed, hint, capsys):
+    assert main(["fit", "demo.yaml", *typed]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"unrecognized arguments: {' '.join(typed)}{hint}")
+
+
 def test_help_names_every_command_and_imports_neither_torch_nor_rich():
     code = (
         "import sys; from adaptive_trainer.cli import main; code = main(['--help']); "
@@ -267,7 +282,7 @@ def test_the_doctor_looks_at_all_that_the_project_requires(monkeypatch):
 
 def test_a_result_is_short_to_look_at():
     result = FitResult(steps=5000, epochs=1, plan=HALF, fallbacks=(FALLBACK,), loss=0.25, losses=(0.25,) * 5000)
-    assert repr(result) == str(result) == "<FitResult: 5000 steps, loss 0.25, micro-batch 4, fp32, 1 fallbacks>"
+    assert repr(result) == str(result) == "<FitResult: 5000 steps, loss 0.25, micro-batch 4, fp32, 1 fallback>"
 
 
 def test_the_whole_command_trains_reports_and_exits_with_0(folder):

@@ -247,3 +247,31 @@ def test_a_model_of_which_nothing_is_trained_is_refused(objective):
     with pytest.raises(DataError, match="model: none of its 2 parameters is trained"):
         make_trainer(model, **objective).fit()
     assert make_trainer(model, **objective).evaluate(TensorDataset(X, Y))["loss"] is not None
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_metrics_that_fit_has_nothing_to_evaluate_on_are_warned_of_once(caplog):
+    trainer = make_trainer(loss=nn.MSELoss(), metrics={"mae": nn.functional.l1_loss})
+    trainer.evaluate(TensorDataset(X, Y))
+    assert warnings_of(caplog) == []
+    trainer.fit()
+    trainer.fit()
+    assert warnings_of(caplog) == [
+        "metrics: fit() evaluates nothing without eval_data; give it, or call evaluate(data)"
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_first_loss_of_a_run_that_is_not_finite_is_warned_of_once(value, caplog):
+    def step(model, batch):
+        return model(batch[0]).square().mean() * (value if trainer._loop.track.step else 1.0)
+
+    trainer = make_trainer(step=step, epochs=2, ladder=[])
+    trainer.fit()
+    (line,) = warnings_of(caplog)
+    assert line.startswith(f"step 2: its loss is {value}, the first of this run")
+    trainer.fit()
+    assert len(warnings_of(caplog)) == 2

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+import torch
 
 import adaptive_trainer
 from adaptive_trainer import cli, testing
 from adaptive_trainer.arguments import ARGUMENTS
+from adaptive_trainer.forward import call
 from adaptive_trainer.rungs import RUNG_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,17 +123,95 @@ def blocks(language):
     return [text for found, text in fenced if found == language]
 
 
+def run_here(path):
+    """Run a script with this tree's package, wherever another one may be installed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, path],
+        cwd=path.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_the_first_script_of_the_readme_prints_what_the_readme_says(tmp_path):
-    (script,), (printed,) = blocks("python"), blocks("text")
+    script, (printed,) = blocks("python")[0], blocks("text")
     path = tmp_path / "first.py"
     path.write_text(script)
-    done = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100)
+    done = run_here(path)
     said = re.compile(r"(\d+ steps), loss (\S+) -> (\S+)")
     (line, *walk), (expected_line, *expected_walk) = done.stdout.splitlines(), printed.splitlines()
     steps, first, last = said.fullmatch(line).groups()
     assert walk == expected_walk
     assert steps == said.fullmatch(expected_line)[1]
     assert float(last) < float(first) / 2
+
+
+@pytest.fixture(scope="module")
+def readme_folder(tmp_path_factory):
+    """A folder with the recipe of the README and the module that it names."""
+    folder = tmp_path_factory.mktemp("readme")
+    (recipe,) = blocks("yaml")
+    (folder / "recipe.yaml").write_text(recipe)
+    (module,) = [block for block in blocks("python") if block.startswith("# my_module.py\n")]
+    (folder / "my_module.py").write_text(module)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_every_script_of_the_readme_runs_and_prints_what_its_comments_say(readme_folder, number):
+    script = blocks("python")[number]
+    (readme_folder / "script.py").write_text(script)
+    printed = run_here(readme_folder / "script.py").stdout
+    assert [said for said in re.findall(r"^print\(.*  # (.*)$", script, re.MULTILINE) if said not in printed] == []
+
+
+def test_the_weights_that_the_readme_saves_are_the_models(readme_folder):
+    (script,) = [block for block in blocks("python") if "torch.save" in block]
+    (readme_folder / "save.py").write_text(script)
+    run_here(readme_folder / "save.py")
+    weights = torch.load(readme_folder / "weights.pt", weights_only=True)
+    assert {name: tuple(value.shape) for name, value in weights.items()}["0.weight"] == (256, 32)
+
+
+def test_the_commands_of_the_readme_do_what_they_say(readme_folder, monkeypatch, capsys):
+    monkeypatch.chdir(readme_folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    commands = [line for block in blocks("") for line in block.splitlines() if line.startswith("adaptive-trainer ")]
+    assert len(commands) == 3
+    for command in commands:
+        assert cli.main(command.split()[1:]) == 0, capsys.readouterr().err
+    assert "done: 48 steps" in capsys.readouterr().out
+    sys.modules.pop("my_module", None)
+
+
+TABLE_OF_BATCHES = {
+    ("pair", True): (("x", "y"), (("x",), "y")),
+    ("pair", False): (("x", "y"), (("x", "y"), None)),
+    ("several inputs", True): ((("a", "b"), "y"), ((("a", "b"),), "y")),
+    ("several inputs", False): ((("a", "b"), "y"), ((("a", "b"), "y"), None)),
+    ("three", True): (("x", "y", "z"), ((("x", "y", "z"),), ("x", "y", "z"))),
+    ("three", False): (("x", "y", "z"), (("x", "y", "z"), None)),
+    ("mapping", True): ({"x": 1, "labels": 2}, ({"x": 1, "labels": 2}, 2)),
+    ("mapping", False): ({"x": 1, "labels": 2}, ({"x": 1, "labels": 2}, 2)),
+    ("anything", True): ("x", (("x",), "x")),
+    ("anything", False): ("x", (("x",), None)),
+}
+
+
+@pytest.mark.parametrize("case", TABLE_OF_BATCHES, ids=str)
+def test_a_batch_reaches_model_and_loss_as_the_readme_says(case):
+    class Telling(torch.nn.Module):
+        def forward(self, *args, **keywords):
+            return keywords or args
+
+    batch, told = TABLE_OF_BATCHES[case]
+    assert call(Telling(), batch, print if case[1] else None) == told
 
 
 def test_commands_and_files_of_the_readme_are_there():

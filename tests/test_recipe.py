@@ -1,8 +1,11 @@
 """Recipes: what is read, what is made of it, and that every mistake is found before anything is called."""
 
 import functools
+import importlib
 import inspect
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -413,3 +416,90 @@ def test_a_function_written_in_c_is_not_judged():
 
 def test_a_class_is_called_even_if_it_does_not_tell_what_it_takes():
     assert targets.make({"_target_": "builtins.dict", "a": 1}, targets.Use.FUNCTION) == {"a": 1}
+
+
+# What newcomers write.
+
+
+def test_a_module_in_the_place_of_its_class_suggests_the_class(folder):
+    (found,) = mistakes_of(folder, BASE + "optimizer: {_target_: torch.optim.adam, lr: 0.1}\n")
+    assert found == (
+        "optimizer._target_: torch.optim.adam is a module, which cannot be called; did you mean 'torch.optim.Adam'?"
+    )
+    (found,) = mistakes_of(folder, BASE + "loss: {_target_: torch.nn.functional}\n")
+    assert "name something in it, torch.nn.functional." in found
+
+
+@pytest.mark.parametrize("given", ["foo", "'0.1'"])
+def test_a_text_where_the_target_takes_a_number_is_a_mistake_with_its_key(folder, given):
+    (found,) = mistakes_of(folder, BASE + "optimizer: {_target_: torch.optim.AdamW}\n", f"optimizer.lr={given}")
+    text = given.strip("'")
+    assert found == f"optimizer.lr: got {text!r}; torch.optim.AdamW takes a number there"
+
+
+def test_a_text_is_fine_where_the_target_takes_one_or_says_nothing(folder):
+    (folder / "my_parts.py").write_text(MODULE + "\ndef typed(output, targets, scale: float | str = 1.0): pass\n")
+    read(folder, BASE + "loss: {_target_: my_parts.typed, scale: auto}\n")
+    read(folder, BASE + "loss: {_target_: my_parts.loss, scale: auto}\n")
+
+
+def test_modules_are_looked_for_in_the_current_folder_too_and_a_mistake_says_where(
+    folder, tmp_path_factory, monkeypatch
+):
+    current = tmp_path_factory.mktemp("current")
+    (current / "beside_me.py").write_text("def loss(output, targets): pass\n")
+    monkeypatch.chdir(current)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (found,) = mistakes_of(folder, BASE + "loss: beside_mee.loss\n")
+    assert "loss: there is no module 'beside_mee'; did you mean 'beside_me'?" in found
+    assert str(folder) in found
+    assert str(current) in found
+    assert "site-packages" not in found
+    assert read(folder, BASE + "loss: beside_me.loss\n").arguments()["loss"].__module__ == "beside_me"
+    del sys.modules["beside_me"]
+
+
+def test_what_an_extra_brings_is_a_mistake_like_others_with_the_line_to_type(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    real = importlib.import_module
+
+    def without(name, *rest):
+        if name in ("sklearn", "digits_part"):
+            raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+        return real(name, *rest)
+
+    monkeypatch.setattr(targets.importlib, "import_module", without)
+    text = "model: {_target_: digits_part.make_model}\ndata: {_target_: sklearn.datasets.load_digits}\nepochs: many\n"
+    found = mistakes_of(folder, text)
+    assert [sentence.partition(":")[0] for sentence in found] == ["epochs", "model._target_", "data._target_"]
+    assert "digits_part needs sklearn, which is not installed" in found[1]
+    assert all('pip install "adaptive-trainer[digits]"' in sentence for sentence in found[1:])
+
+
+def test_the_extras_are_those_of_the_project():
+    project = tomllib.loads((Path(targets.__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(targets.EXTRAS.values()) == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("given", [20, 1000, "20", "512 "])
+def test_few_bytes_without_a_unit_ask_whether_gigabytes_were_meant(given):
+    (found,) = check_arguments(good() | {"memory_limit": given})
+    number = str(given).strip()
+    assert f"did you mean '{number}GiB'?" in found
+    assert f"'{number}B'" in found
+    for meant in (f"{number}B", 2**20, "180KiB"):
+        assert check_arguments(good() | {"memory_limit": meant}) == []
+
+
+def test_a_class_or_function_that_lacks_arguments_is_no_model():
+    class Net(nn.Module):
+        def __init__(self, width, depth=2, *, heads):
+            super().__init__()
+
+    (found,) = check_arguments(good() | {"model": Net})
+    assert found == (
+        "model: got the class Net; give an nn.Module, or a function without arguments that returns one; "
+        "Net needs width, heads: type Net(width=..., heads=...)"
+    )
+    for legal in (nn.Linear(1, 1), lambda: None, functools.partial(Net, 3, heads=2)):
+        assert check_arguments(good() | {"model": legal}) == []

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adaptive_trainer.batches import call, cut, loss_of, sizes
+from adaptive_trainer.batches import cut, sizes
 from adaptive_trainer.errors import DataError
+from adaptive_trainer.forward import call, loss_of
 from adaptive_trainer.weights import item_counter, loss_reduction, shares
 
 TOLERANCE = 1e-12

@@ -100,7 +100,7 @@ def test_case_048_the_same_under_a_limit_that_counts():
     assert peaks[0] < peaks[1]
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     limited = trainer_of(
-        model, memory_limit=(peaks[0] + peaks[1]) // 2, optimizer=adam, batch_size=64, samples=data(256)
+        model, memory_limit=f"{(peaks[0] + peaks[1]) // 2}B", optimizer=adam, batch_size=64, samples=data(256)
     )
     result = limited.fit()
     assert {event.step for event in result.fallbacks} == {1}
@@ -279,8 +279,8 @@ def gradients_of_line(samples, **rest):
 def test_case_054_a_last_window_of_one_row_gives_50_and_not_12_and_a_half():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     expected = [15.0, 50.0]
-    assert gradients_of_line(x, batch_size=4, shuffle=False) == expected
-    assert gradients_of_line(x, batch_size=4, shuffle=False, plan=Plan(micro_batch=1)) == expected
+    assert gradients_of_line(list(x), batch_size=4, shuffle=False) == expected
+    assert gradients_of_line(list(x), batch_size=4, shuffle=False, plan=Plan(micro_batch=1)) == expected
     assert gradients_of_line(list(x.split(4)), plan=Plan(micro_batch=1)) == expected
 
 
