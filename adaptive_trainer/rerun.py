@@ -17,9 +17,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from adaptive_trainer.snapshot import SMALL_BYTES, AttributeSnapshot
+from adaptive_trainer.snapshot import SMALL_BYTES, AttributeSnapshot, version
 from adaptive_trainer.streams import HostStreams
-from adaptive_trainer.values import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,18 +22,24 @@ import torch
 from torch import Tensor, nn
 
 from adaptive_trainer.streams import is_generator, rewinding
-from adaptive_trainer.values import TensorCopy, is_read_only, places, version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping
 
 #: Tensors up to this size are copied without asking whether they changed.
 SMALL_BYTES = 64 * 1024
+# Copies above this size are kept on the host, where they take nothing from the memory that is short.
+_NEAR_BYTES = 1024 * 1024
 # Exactly these types: a subclass may do more on a write than its base, and is kept by reference.
 _CONTAINERS = frozenset({dict, list, set, deque, OrderedDict, defaultdict})
 _STANDARD = frozenset(nn.Module().__dict__)
 _KEPT = frozenset(name for name, value in nn.Module().__dict__.items() if type(value) in _CONTAINERS)
 _values = methodcaller("values")
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often torch has seen the tensor written into; None for inference tensors, which do not count."""
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001  torch names no other way to it
 
 
 class _Faded:
@@ -241,11 +247,87 @@ class AttributeSnapshot:
         for record in self._records.values():
             passing = record.entries["_non_persistent_buffers_set"]
             for name, tensor in record.entries["_buffers"].items():
-                if tensor is not None and not is_read_only(tensor):
+                if tensor is not None and not _is_read_only(tensor):
                     yield StateTensor(record.entries["_buffers"], name, tensor, name not in passing)
             for name, tensor in record.plain:
-                if not is_read_only(tensor):
+                if not _is_read_only(tensor):
                     yield StateTensor(record.entries, name, tensor, persistent=False)
+
+
+def _is_read_only(tensor: Tensor) -> bool:
+    """Whether it is kept by reference alone: its elements share memory (an expanded tensor), or it is no plain array.
+
+    Torch refuses to write into the former; sparse and nested buffers (adjacency matrices, ragged tables) are constants.
+    """
+    if tensor.layout is not torch.strided:
+        return True
+    return any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _place(tensor: Tensor) -> Tensor | None:
+    """A second name for the storage of a tensor, which keeps address and shape when the tensor is given others.
+
+    None where there is no address.
+    """
+    has_address = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return tensor.data if has_address else None
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[torch.Size]]:
+    """Where tensors have their values, and in what shape: ``.data = other`` and ``resize_`` change that."""
+    # Asked before every step, of all buffers: two lists cost half of what one of pairs would.
+    return [tensor.data_ptr() for tensor in tensors], [tensor.shape for tensor in tensors]
+
+
+class _Copy:
+    """The value of one tensor, in storage that is made once, and where the tensor had its own."""
+
+    __slots__ = ("clone", "place", "seen", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        near = tensor.nbytes <= _NEAR_BYTES or tensor.device.type in {"cpu", "meta"}
+        self.tensor = tensor
+        self.clone = torch.empty_like(tensor, device=tensor.device if near else "cpu", requires_grad=False)
+        self.seen: int | None = None
+        self.place = _place(tensor)
+
+    def fits(self, tensor: Tensor) -> bool:
+        # The clone, because the tensor may be the same one in another shape.
+        mine, device = self.clone, self.tensor.device
+        return (mine.shape, mine.dtype, device, mine.layout) == (
+            tensor.shape, tensor.dtype, tensor.device, tensor.layout,
+        )  # fmt: skip
+
+    def follow(self, tensor: Tensor) -> None:
+        if tensor is not self.tensor or not self._is_in_place():
+            self.tensor, self.seen = tensor, None
+            self.place = _place(tensor)
+
+    def _is_in_place(self) -> bool:
+        return self.place is None or _places([self.tensor]) == _places([self.place])
+
+    def put_in_place(self) -> None:
+        """Give the tensor the storage and the shape that it had.
+
+        Only its values would not do: there may be no room for them, or they would go into what somebody else holds.
+        """
+        if self.place is not None and not self._is_in_place():
+            with torch.inference_mode(self.tensor.is_inference()):
+                self.tensor.data = self.place
+
+    def take(self) -> None:
+        now = version(self.tensor)
+        if now is None or now != self.seen:
+            self.clone.copy_(self.tensor)
+            self.seen = now
+
+    def restore(self) -> None:
+        if self.tensor.is_inference():
+            with torch.inference_mode():  # the only place where torch lets one be written into
+                self.tensor.copy_(self.clone)
+        elif version(self.tensor) != self.seen:
+            self.tensor.copy_(self.clone)
+            self.seen = version(self.tensor)
 
 
 class ModuleSnapshot:
@@ -262,17 +344,17 @@ class ModuleSnapshot:
     def __init__(self, *roots: nn.Module) -> None:
         self._attributes = AttributeSnapshot(*roots)
         self._buffers: list[Tensor | None] = []
-        self._copies: dict[tuple[int, str], TensorCopy] = {}
+        self._copies: dict[tuple[int, str], _Copy] = {}
         self._steady: list[tuple[list[Tensor], list[Tensor]]] = []  # clones and what they are of, by where clones live
-        self._watched: list[TensorCopy] = []
+        self._watched: list[_Copy] = []
         self._placed: list[Tensor] = []
-        self._places = places([])
+        self._places = _places([])
 
     def take(self) -> None:
         """Record everything as it is now."""
         moved = self._attributes.take()
         buffers = self._attributes.buffers()
-        if moved or not _same(buffers, self._buffers) or places(self._placed) != self._places:
+        if moved or not _same(buffers, self._buffers) or _places(self._placed) != self._places:
             self._match()
             self._buffers = buffers
         if self._steady or self._watched:
@@ -294,7 +376,7 @@ class ModuleSnapshot:
         for mapping, name, tensor, persistent in self._attributes.state_tensors():
             copy = known.get((id(mapping), name))
             if copy is None or not copy.fits(tensor):
-                copy = TensorCopy(tensor)
+                copy = _Copy(tensor)
             copy.follow(tensor)
             self._copies[id(mapping), name] = copy
             if tensor.is_inference() or not (persistent or tensor.nbytes <= SMALL_BYTES):
@@ -305,7 +387,7 @@ class ModuleSnapshot:
             tensors.append(tensor)
         self._steady = [group for group in (near, far) if group[0]]
         self._placed = [copy.tensor for copy in self._copies.values() if copy.place is not None]
-        self._places = places(self._placed)
+        self._places = _places(self._placed)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -165,11 +165,11 @@ class _OptimizerCopy:
 
 def _own(optimizer: Optimizer) -> dict[str, Any]:
     """What an optimizer has beside what every optimizer has."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _kept_by_torch()}
+    return {name: value for name, value in vars(optimizer).items() if name not in kept_by_torch()}
 
 
 @cache  # and no constant, because the first optimizer that is made imports torch's compiler
-def _kept_by_torch() -> frozenset[str]:
+def kept_by_torch() -> frozenset[str]:
     """What every optimizer has: copied by name above, or hooks, which no step moves."""
     return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])))
 
