@@ -88,6 +88,11 @@ class _NumPy:
             self._seen = seen
         return self._ask(module, generator)
 
+    def put(self, state: dict[str, Any]) -> None:
+        """Put the stream back, and look at all of it the next time: the window is the same with half a pair or none."""
+        sys.modules["numpy.random"].set_state(state)
+        self._generator = None
+
     def _ask(self, module: Any, generator: Any) -> dict[str, Any]:
         self._state = module.get_state(legacy=False)
         self._generator = None
@@ -118,7 +123,7 @@ class HostStreams:
         """Put the streams back."""
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            _numpy.put(self.numpy)
 
     def equal_to(self, other: HostStreams) -> bool:
         """Whether both would give the same numbers."""

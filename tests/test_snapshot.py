@@ -532,6 +532,24 @@ def test_a_kept_half_of_a_normal_pair_that_is_used_up_is_noticed():
     assert HostStreams.take().numpy["has_gauss"] == 0
 
 
+def test_the_kept_half_of_a_normal_pair_comes_back_each_time():
+    """Using it up moves nothing in the generator's own memory, so only NumPy itself knows that it is back."""
+    numpy_random = np.random
+    numpy_random.seed(3)
+    numpy_random.standard_normal()
+    first = HostStreams.take()
+    drawn = numpy_random.standard_normal()
+    assert not first.equal_to(HostStreams.take())
+    for _ in range(2):
+        first.restore()
+        second = HostStreams.take()
+        assert second.equal_to(first)
+        assert numpy_random.standard_normal() == drawn
+        second.restore()
+        assert numpy_random.standard_normal() == drawn
+        HostStreams.take()
+
+
 @pytest.mark.parametrize("draws", [0, 1, 2, 3, 623, 624, 625, 1248])
 @pytest.mark.parametrize("draw", ["random", "gauss", "normalvariate"])
 def test_pythons_stream_is_read_right_although_python_is_not_always_asked(draw, draws):

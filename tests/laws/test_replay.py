@@ -169,6 +169,31 @@ def test_buffers_attributes_and_every_random_stream_come_back():
     assert ends[1][1] == 3
 
 
+class Remembering(nn.Module):
+    """Lets a buffer grow with all that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("past", torch.zeros(1, 6))
+
+    def forward(self, x):
+        self.past.data = torch.cat([self.past, x.detach()])
+        return self.linear(x + self.past.mean(0))
+
+
+def test_a_buffer_that_grows_in_place_is_as_long_as_without_the_failure():
+    states = []
+    for failing in (False, True):
+        trainer = AdaptiveTrainer(Remembering(), ZOO["mlp"].data(40), loss=loss, batch_size=8, progress=False)
+        with inject_oom(step=3 if failing else 99, phase="backward"):
+            assert len(trainer.fit().fallbacks) == failing
+        states.append(state_of(trainer))
+    assert len(states[0]["model"]["past"]) == 41
+    assert same(*states) is None
+
+
 def test_a_hook_that_sets_a_flag_and_was_cut_off_is_undone():
     """Row 26: a flag set before the forward and cleared after it is clear when the retry begins."""
     member = ZOO["mlp"]
