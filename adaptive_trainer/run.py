@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from adaptive_trainer.errors import DataError, LadderExhausted, NonFiniteError
@@ -60,6 +61,7 @@ class Run:
         self._signals = signals
         self._eval_steps = eval_steps
         self._skips = Skips()
+        self._is_finite = True
 
     def train(self, epochs: int) -> None:
         """Train until the goal is reached; ``epochs`` are complete already.
@@ -106,6 +108,7 @@ class Run:
             self._source.keep()
             del fetched
             self._record(event)
+            self._warn_of_the_first(event)
             if self._skips.too_many(skipped=event.skipped):
                 self._end_skipping(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
@@ -117,6 +120,17 @@ class Run:
             return False
         self._source.end_epoch()
         return True
+
+    def _warn_of_the_first(self, event: Step) -> None:
+        """Say once that a loss is not finite, where no step is skipped for it."""
+        if not self._is_finite or event.skipped or math.isfinite(event.loss):
+            return
+        self._is_finite = False
+        log.warning(
+            "step %d: its loss is %s, the first of this run that is not finite, and fp32 skips no step for that; "
+            "look for such values in the data, or give a smaller learning rate or max_grad_norm=1.0",
+            event.step, event.loss,
+        )  # fmt: skip
 
     def _end_if_asked(self) -> None:
         if self._signals.asked:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from adaptive_trainer.recipe import Recipe, load_recipe
 from adaptive_trainer.result import FitResult
 from adaptive_trainer.run import Run
 from adaptive_trainer.signals import Signals
-from adaptive_trainer.streams import RandomStreams, seed_everything
+from adaptive_trainer.streams import seed_everything
 from adaptive_trainer.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -147,6 +146,7 @@ class AdaptiveTrainer:
         self._trackers = tuple(trackers)
         self._progress = progress
         self._run_dir = None if run_dir is None else Path(run_dir)
+        self._journal_path = None if self._run_dir is None else self._run_dir / JOURNAL_NAME
         self._device = memory.default_device() if device is None else memory.device_of(device)
         self._limit_bytes = memory.resolve_limit(memory_limit, self._device)
         budget = None if self._limit_bytes is None else memory.set_limit(self._device, self._limit_bytes)
@@ -174,7 +174,6 @@ class AdaptiveTrainer:
         self._resume = resume
         self._checkpoint_steps = checkpoint_steps
         self._keep_checkpoints = keep_checkpoints
-        self._is_finite = True
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
@@ -230,7 +229,6 @@ class AdaptiveTrainer:
         if loop.track.step == 0:
             seed_everything(self._seed)
             self._warn_of_unused_metrics()
-        self._is_finite = True
         with ExitStack() as stack:
             stack.callback(loop.close)
             self._is_fitting = True
@@ -277,20 +275,11 @@ class AdaptiveTrainer:
         if self._is_fitting:
             return dict(self._evaluate(data))
         if self._loop.workshop.state is None:
-            self._load_as_fit_would()
+            self._loop.workshop.load_apart(self._seed)
         with ExitStack() as stack:
             stack.callback(self._loop.close)
             self._journal = stack.enter_context(Journal(self._journal_path, self._hooks))
             return dict(self._evaluate(data))
-
-    def _load_as_fit_would(self) -> None:
-        """Make the model from the seed, and leave the user's random streams as they are."""
-        streams = RandomStreams.take(self._device)
-        seed_everything(self._seed)
-        try:
-            self._loop.workshop.load()
-        finally:
-            streams.restore()
 
     def _evaluate(self, data: Any) -> dict[str, float]:
         own = dict(self._loading)
@@ -324,13 +313,6 @@ class AdaptiveTrainer:
 
     def _record(self, event: Event) -> None:
         self._journal.record(event)
-        if self._is_finite and type(event) is Step and not (event.skipped or math.isfinite(event.loss)):
-            self._is_finite = False
-            log.warning(
-                "step %d: its loss is %s, the first of this run that is not finite, and fp32 skips no step for that; "
-                "look for such values in the data, or give a smaller learning rate or max_grad_norm=1.0",
-                event.step, event.loss,
-            )  # fmt: skip
 
     def _warn_of_unused_metrics(self) -> None:
         if self._loop.task.objective.metrics and self._eval_data is None:
@@ -346,10 +328,6 @@ class AdaptiveTrainer:
         if self._recipe is not None and self._run_dir is not None and self._loop.ranks.rank == 0:
             self._recipe.save(self._run_dir)
         return Journal(self._journal_path, [*hooks, *self._hooks])
-
-    @property
-    def _journal_path(self) -> Path | None:
-        return None if self._run_dir is None else self._run_dir / JOURNAL_NAME
 
     def _start(self, source: Source, resumed_from: str | None) -> None:
         loop = self._loop

@@ -12,6 +12,7 @@ from adaptive_trainer.errors import DataError
 from adaptive_trainer.history import History
 from adaptive_trainer.phases import Phase
 from adaptive_trainer.state import TrainState
+from adaptive_trainer.streams import RandomStreams, seed_everything
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,6 +69,15 @@ class Workshop:
             if boundary.failure is not None:
                 self._answer(boundary.failure)
         return self.state
+
+    def load_apart(self, seed: int) -> None:
+        """Load the model as a run would that begins with this seed, and leave the user's random streams as they are."""
+        streams = RandomStreams.take(self.task.device)
+        seed_everything(seed)
+        try:
+            self.load()
+        finally:
+            streams.restore()
 
     def open(self) -> Engine:
         """The engine for the plan in force."""

@@ -80,8 +80,14 @@ RECIPES = {
     "unknown choice": ({"reduction": "avg"}, "reduction: got 'avg'; give 'mean' or 'sum'"),
     "yaml's own idea of off": ({"resume": "off"}, "resume: got False; give 'auto', 'never' or 'must' (YAML reads"),
     "unknown device": ({"device": "cudo"}, "device: got 'cudo'; give a device such as 'cpu', 'cuda' or 'cuda:0'"),
-    "nothing to resume from": ({"resume": "must"}, "resume: 'must' needs a checkpoint, and this version writes none"),
-    "checkpoints": ({"checkpoint_steps": "5"}, "checkpoint_steps: this version writes no checkpoints"),
+    "nothing to resume from": (
+        {"resume": "must"},
+        "resume: 'must' looks for checkpoints in run_dir, and there is none",
+    ),
+    "checkpoints": (
+        {"checkpoint_steps": "5"},
+        "checkpoint_steps: checkpoints are written into run_dir, and there is none",
+    ),
     "loss and step": ({"step": "bad_parts.vector_loss"}, "step: it replaces the loss"),
     "unknown module": ({"loss": "bad_prats.loss"}, "loss: there is no module 'bad_prats'; did you mean 'bad_parts'?"),
     "unknown name": (

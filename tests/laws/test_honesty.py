@@ -18,6 +18,7 @@ ROWS = {
     },
     "fallback": {"rung", "old", "new", "fidelity", "skipped"},
     "evaluate": {"metrics"},
+    "checkpoint": {"path", "num_bytes", "seconds"},
     "finish": {"plan", "loss", "seconds", "peak_bytes", "num_fallbacks"},
 }  # fmt: skip
 
@@ -36,12 +37,13 @@ def run(tmp_path, kind="mlp", **rest):
 def test_the_journal_has_the_rows_and_keys_of_the_contract(tmp_path):
     result, rows = run(tmp_path)
     assert [row["event"] for row in rows] == [
-        "start", "step", "out_of_memory", "fallback", "out_of_memory", "fallback", "step", "step", "evaluate", "finish",
+        "start", "step", "out_of_memory", "fallback", "out_of_memory", "fallback", "step", "step", "evaluate", "checkpoint",
+        "finish",
     ]  # fmt: skip
     for row in rows:
         assert {"event", "time", "step", "rank"} | ROWS[row["event"]] <= row.keys()
     assert [event.as_dict() for event in result.events] == rows
-    assert [row["step"] for row in rows] == [0, 1, 1, 1, 1, 1, 2, 3, 3, 3]
+    assert [row["step"] for row in rows] == [0, 1, 1, 1, 1, 1, 2, 3, 3, 3, 3]
     failure, fallback = rows[2], rows[5]
     assert failure["phase"] == "backward"
     assert failure["cause"] == "activations"
