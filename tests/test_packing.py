@@ -337,3 +337,14 @@ def test_neither_way_knows_pickle():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert ran.stdout == "(1, 2)\n"
+
+
+class Full(dict):
+    def __getitem__(self, name):
+        raise torch.OutOfMemoryError(name)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_damaged_file():
+    structure, tensors = pack([torch.ones(2)])
+    with pytest.raises(torch.OutOfMemoryError):
+        unpack(structure, Full(tensors))
