@@ -144,8 +144,8 @@ def _scalar_of(parts: list[Any]) -> Any:
 
 
 def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    # Records and types of other libraries are not told by their short names, so they would come back as others.
-    if dtype.kind not in _ARRAY_KINDS or np.dtype(dtype.str) != dtype:
+    # Types that other libraries have registered (2) are not known again by their short names.
+    if dtype.kind not in _ARRAY_KINDS or dtype.isbuiltin == 2:
         raise Unpackable(f"a NumPy value of dtype {dtype}")
     return dtype
 

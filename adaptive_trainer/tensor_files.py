@@ -83,8 +83,6 @@ def _in_order(tensor: Tensor) -> Iterator[Tensor]:
     """Views of at most `CHUNK_BYTES`, in the order in which a contiguous tensor would have them."""
     if tensor.nbytes <= CHUNK_BYTES:
         yield tensor
-    elif tensor.is_contiguous():
-        yield from torch.split(tensor.view(-1), CHUNK_BYTES // tensor.itemsize)
     elif rows := CHUNK_BYTES // tensor[0].nbytes:
         yield from torch.split(tensor, rows)
     else:

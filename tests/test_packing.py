@@ -143,6 +143,7 @@ DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} 
 }, key=str)  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)], ids=str)
 def test_tensors_of_every_dtype_and_shape_come_back(dtype, shape):
@@ -193,6 +194,20 @@ def test_tensors_that_look_at_one_memory_do_so_again():
     value["b"].fill_(-1)
     assert all(torch.equal(back[name], value[name]) for name in value)
     assert not torch.equal(back["a"], copy["a"])
+
+
+def test_views_of_unlike_sizes_come_back_wherever_they_begin():
+    memory = torch.arange(256, dtype=torch.uint8)
+    value = [
+        memory[33:38],
+        memory.view(torch.int16)[25:30],
+        memory.view(torch.complex128)[3],
+        memory[200:].view(torch.float64),
+    ]
+    back = returned(value)
+    assert all(raw(a) == raw(b) for a, b in zip(value, back, strict=True))
+    back[2].zero_()
+    assert back[1].tolist() == [0] * 5  # bytes 50 to 60, of which the complex number has 48 to 64
 
 
 def test_parameters_come_back_as_parameters():
@@ -322,3 +337,14 @@ def test_neither_way_knows_pickle():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert ran.stdout == "(1, 2)\n"
+
+
+class Full(dict):
+    def __getitem__(self, name):
+        raise torch.OutOfMemoryError(name)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_damaged_file():
+    structure, tensors = pack([torch.ones(2)])
+    with pytest.raises(torch.OutOfMemoryError):
+        unpack(structure, Full(tensors))

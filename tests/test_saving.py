@@ -117,12 +117,15 @@ def tensors(draw):
     return tensor.movedim(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
 
 
+names = st.text(st.characters(exclude_categories=["Cs"])).filter(lambda name: name != "__metadata__")
+
+
 def raw(tensor):
     return tensor_files._as_integers(tensor).contiguous().tolist()
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), tensors(), max_size=5), st.integers(1, 20))
+@given(st.dictionaries(names, tensors(), max_size=5), st.integers(1, 20))
 def test_weights_come_back_bit_for_bit_whatever_the_pieces(tmp_path, weights, chunk_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_files, "CHUNK_BYTES", max(chunk_bytes, 16))
@@ -436,6 +439,25 @@ def test_a_header_that_lies_is_passed_over(two, name, data):
 def test_a_foreign_manifest_is_passed_over(two, data):
     (two / "step-00000002" / "manifest.json").write_bytes(data)
     assert_passed_over(two, "manifest.json|model.safetensors has")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"version": True},
+        {"version": 1.0},
+        {"version": None},
+        {"version": -1},
+        {"step": 3},
+        {"step": "2"},
+        {"files": None},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_is_wrong_in_one_entry_is_passed_over(two, entries):
+    path = two / "step-00000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    assert_passed_over(two, "manifest.json is damaged or of another folder")
 
 
 def test_nothing_that_a_checkpoint_names_is_executed(two, tmp_path):
