@@ -81,8 +81,7 @@ class AdaptiveTrainer:
         run_dir: Folder for the journal; None writes nothing.
         resume: ``"auto"`` goes on from the newest good checkpoint in ``run_dir`` if there is one, ``"never"`` moves
             those that are there aside, ``"must"`` refuses to start without one.
-        checkpoint_steps: Every how many optimizer steps a checkpoint is written, beside those at the end of each epoch,
-            at the end, at signals and when the ladder is exhausted.
+        checkpoint_steps: Optimizer steps between checkpoints, beside those at the end of each epoch and of the run.
         keep_checkpoints: How many checkpoints stay in ``run_dir``.
         callbacks: Callables that take an event, or objects with ``on_event(event)``.
         trackers: Names of trackers that accelerate knows, such as ``"tensorboard"``.
@@ -305,8 +304,7 @@ class AdaptiveTrainer:
 
     def _told(self) -> portrait.Progress:
         epochs = self._epochs if self._run is None else self._run.epochs
-        batch_size = None if self._source is None else self._source.batch_size
-        given = {"batch_size": batch_size, "seed": self._seed}
+        given = {"batch_size": None if self._source is None else self._source.batch_size, "seed": self._seed}
         return portrait.Progress(epochs, dict(self._metrics), self._evaluated_at, given)
 
     # What surrounds a run.
@@ -341,6 +339,7 @@ class AdaptiveTrainer:
                 num_processes=loop.ranks.size,
                 resumed_from=resumed_from,
                 num_rows=source.batch_size,
+                smallest_piece=loop.traits().smallest_piece,
             )
         )
 
@@ -365,6 +364,7 @@ class AdaptiveTrainer:
                 peak_bytes=result.peak_bytes,
                 num_fallbacks=len(result.fallbacks),
                 num_rows=None if self._source is None else self._source.batch_size,
+                smallest_piece=loop.traits().smallest_piece,
             )
         )
         return replace(result, events=tuple(self._journal.events))

@@ -720,3 +720,12 @@ def test_a_batch_norm_that_a_callback_unfreezes_never_sees_a_single_row():
     plan = Plan(micro_batch=1)
     trainer = AdaptiveTrainer(model, data, loss=nn.MSELoss(), batch_size=5, plan=plan, callbacks=[unfreeze])
     assert trainer.fit().steps == 4
+
+
+def test_start_and_finish_count_the_pieces_that_a_batch_norm_allows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(10, 4), torch.randn(10, 1))
+    result = AdaptiveTrainer(model, data, loss=nn.MSELoss(), batch_size=5, plan=Plan(micro_batch=1)).fit()
+    ends = [event.as_dict()["plan"]["accumulation"] for event in result.events if event.event == "finish"]
+    assert ends == [2]
