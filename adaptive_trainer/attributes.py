@@ -9,7 +9,8 @@ own layers, whose forward binds nothing, are asked only now and then, once they 
 else does to them stays as it is. One that was seen to move all the same is asked for ever.
 
 Not exact, because it cannot be seen from outside: values inside other objects (NumPy arrays, nested containers, tensors
-in containers) when they are changed in place.
+in containers) when they are changed in place. Nor what a parent, or a hook that came later, first binds on one of
+torch's own layers after it stood still: until that layer is asked again, a failed attempt's write stays.
 """
 
 from __future__ import annotations
