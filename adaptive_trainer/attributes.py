@@ -75,6 +75,11 @@ def _unfade(value: Any) -> Any:
     return value.tensor() if type(value) is _Faded else value
 
 
+def is_torchs_own(module: nn.Module) -> bool:
+    """Whether it is one of torch's own layers, whose forward binds nothing."""
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two sized iterables hold the same objects in the same order."""
     return len(one) == len(other) and all(map(is_, one, other))
@@ -122,7 +127,7 @@ class _Record:
 
     def __init__(self, module: nn.Module, *, histories: bool) -> None:
         self.entries = module.__dict__
-        self.moves = not type(module).__module__.startswith("torch.nn.modules.")
+        self.moves = not is_torchs_own(module)
         self.read(histories=histories)
 
     def read(self, *, histories: bool) -> None:

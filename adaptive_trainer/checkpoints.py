@@ -64,10 +64,10 @@ class Checkpoints:
         told = self._told()
         return self._task.track.step, told.epochs, told.evaluated_at
 
-    def step_done(self) -> None:
-        """Write one if it is due."""
-        if self._every is not None and self._task.track.step % self._every == 0:
-            self.write()
+    @property
+    def is_due(self) -> bool:
+        """Whether one is to be written after this step."""
+        return self._every is not None and self._task.track.step % self._every == 0
 
     def write(self) -> None:
         """Write one, unless nothing has changed since the last."""

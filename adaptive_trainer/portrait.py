@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptive_trainer import packing, schedule
+from adaptive_trainer.attributes import is_torchs_own
 from adaptive_trainer.errors import CheckpointError
 from adaptive_trainer.plan import Plan
 from adaptive_trainer.state import kept_by_torch
@@ -166,7 +167,7 @@ def _modules(loop: Loop) -> list[nn.Module]:
 
 def _module_entries(module: nn.Module) -> dict[str, Any]:
     """Its flag, and what a step may move of it that no ``state_dict`` shows."""
-    own = not type(module).__module__.startswith("torch.nn.modules.")
+    own = not is_torchs_own(module)
     passing = module._non_persistent_buffers_set  # noqa: SLF001  torch names no other way to it
     buffers = {name: value for name, value in module._buffers.items() if name in passing and value is not None}  # noqa: SLF001
     plain = {

@@ -113,10 +113,11 @@ class Run:
                 self._end_skipping(event)
             if self._eval_steps is not None and event.step % self._eval_steps == 0 and not event.skipped:
                 self._evaluate()
-            if self._source.num_taken != self._source.num_batches:  # at the end of an epoch one is written anyway
-                self._checkpoints.step_done()
+            # At the end of an epoch one is written anyway.
+            if (self._checkpoints.is_due or self._signals.asked) and not self._is_at_end():
+                self._checkpoints.write()
                 self._end_if_asked()
-        if self._source.num_taken != self._source.num_batches:
+        if not self._is_at_end():
             return False
         self._source.end_epoch()
         return True
@@ -131,6 +132,10 @@ class Run:
             "look for such values in the data, or give a smaller learning rate or max_grad_norm=1.0",
             event.step, event.loss,
         )  # fmt: skip
+
+    def _is_at_end(self) -> bool:
+        """Whether all batches that the epoch has were taken, as far as they can be counted."""
+        return self._source.num_taken == self._source.num_batches
 
     def _end_if_asked(self) -> None:
         if self._signals.asked:
