@@ -40,12 +40,10 @@ log = logging.getLogger("adaptive_trainer")
 
 #: Part of the time that copies may take.
 SHARE = 0.004
-#: What the batches of the steps that are kept may hold, in bytes of host memory.
-_BATCHES_BYTES = 256 * 2**20
 #: Part of the free host memory that a copy may take. The rest is for the data; whoever takes too much is killed.
-_HOST_SHARE = 0.5
-#: Copies below this size are taken without asking the host for its free memory, which takes a while.
-_ASK_BYTES = 64 * 2**20
+_COPY_SHARE = 0.5
+#: Part of the free host memory that the batches of the steps that are kept may hold, and bytes that are enough.
+_BATCHES_SHARE, _BATCHES_BYTES = 1 / 16, 256 * 2**20
 #: How far a loss may be from what it was, relative to it: kernels that add in any order are not worse.
 _SAME_LOSS = 1e-4
 _HOST = torch.device("cpu")
@@ -89,7 +87,7 @@ class History:
         self._options: list[dict[str, Any]] = []  # those of the step under way
         self._parameters: Sequence[Tensor] = []
         self._versions: list[int] | None = None
-        self._batches_bytes = 0
+        self._batches_bytes, self._batches_limit = 0, 0.0
         self._since = 0.0  # when the last copy was taken
         self._pause = 0.0  # for how long it is enough
 
@@ -103,7 +101,6 @@ class History:
             self._versions != engine.rewind.versions
             or engine.parameters is not self._parameters
             or time.perf_counter() - self._since >= self._pause
-            or self._batches_bytes >= _BATCHES_BYTES
         ):
             self._take(engine)
 
@@ -111,8 +108,9 @@ class History:
         """A step is done; ``num_bytes`` is about what its batch holds."""
         if self._copy is None:
             return
-        if engine.cannot_repeat:
-            self._versions = None
+        # What has no room is dropped before the next batch is loaded, and asks for a copy.
+        if engine.cannot_repeat or self._batches_bytes + num_bytes > self._batches_limit:
+            self.forget()
             return
         streams = engine.rewind.streams
         assert streams is not None  # noqa: S101  the engine has prepared this step
@@ -204,12 +202,12 @@ class History:
         started = time.perf_counter()
         self.forget()
         self._parameters, self._versions, self._batches_bytes = engine.parameters, engine.rewind.versions, 0
-        needed = sum(tensor.nbytes for tensor in _tensors(engine))
-        free = _free_bytes() if needed > _ASK_BYTES else math.inf
-        if needed > free * _HOST_SHARE:
+        needed, free = sum(tensor.nbytes for tensor in _tensors(engine)), _free_bytes()
+        self._batches_limit = min(_BATCHES_BYTES, free * _BATCHES_SHARE)
+        if needed > free * _COPY_SHARE:
             self.complaint = (
                 f"a copy of the state before it takes {format_bytes(needed)}, and of the host memory "
-                f"{format_bytes(int(free))} are free"
+                f"{format_bytes(free)} are free"
             )
             self._pause = math.inf
             return

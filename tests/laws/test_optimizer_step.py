@@ -1,6 +1,7 @@
 """Law 1 for a failure inside the optimizer's step: whatever has moved already is put back, whichever optimizer it is."""
 
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from typing import NamedTuple
@@ -348,12 +349,30 @@ def test_a_schedule_that_fails_after_the_optimizer_has_moved(monkeypatch):
 
 def test_without_room_for_a_copy_it_is_said_and_the_state_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(history, "_free_bytes", lambda: 0)
-    monkeypatch.setattr(history, "_ASK_BYTES", 0)
     calm = trainer_of(OPTIMIZERS["adam"])
     assert calm.fit().steps == 6
     with inject_oom(step=2, phase="optimizer", allocation=2), pytest.raises(LadderExhausted) as caught:
         trainer_of(OPTIMIZERS["adam"]).fit()
     assert "a copy of the state before it takes" in str(caught.value)
+
+
+@pytest.mark.parametrize(("free_bytes", "kept"), [(2**40, True), (6000, False)], ids=["room", "no room"])
+def test_batches_of_steps_that_may_be_done_again_are_kept_only_where_the_host_has_room(monkeypatch, free_bytes, kept):
+    rarely(monkeypatch)
+    monkeypatch.setattr(history, "_free_bytes", lambda: free_bytes)
+    given, alive = [], []
+
+    class Batches:
+        def __iter__(self):
+            for _ in range(4):
+                alive.append(sum(batch() is not None for batch in given))
+                batch = torch.randn(8, 6)
+                given.append(weakref.ref(batch))
+                yield batch, torch.randn(8, 2)
+                del batch
+
+    AdaptiveTrainer(model_of(), Batches(), loss=nn.MSELoss(), epochs=1).fit()
+    assert alive == ([0, 1, 2, 3] if kept else [0, 0, 0, 0])
 
 
 def test_steps_done_again_are_seen_once_and_counted_once(monkeypatch):
