@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from adaptive_trainer import host, schedule
 from adaptive_trainer.batches import tensors_of, to_device
 from adaptive_trainer.boundary import Boundary, Failure
-from adaptive_trainer.state import Rewind, StateCopy
+from adaptive_trainer.state import Rewind, StateCopy, versions
 from adaptive_trainer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("adaptive_trainer")
 
 #: Part of the time that copies may take.
-SHARE = 0.004
+SHARE = 0.002
 #: Part of the free host memory that a copy may take. The rest is for the data; whoever takes too much is killed.
 _COPY_SHARE = 0.5
 #: Part of the free host memory that the batches of the steps that are kept may hold, and bytes that are enough.
@@ -118,7 +118,7 @@ class History:
             batch = to_device(batch, _HOST)
         self._steps.append(_Done(batch, cuts, streams, self._options, committed.loss, committed.moved))
         self._batches_bytes += num_bytes
-        self._versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
+        self._versions = versions(self._parameters)
 
     def forget(self) -> None:
         """Another engine is coming, and what is kept was done by this one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,14 +71,14 @@ class Rewind:
         """Remember buffers, attributes and random streams as they are now."""
         self._modules.take()
         self.note_versions()
-        places = [parameter.data_ptr() for parameter in self._plain]
+        places = [*map(Tensor.data_ptr, self._plain)]
         if places != self._places:
             self._places, self._values = places, [parameter.data for parameter in self._plain]
         self.streams = RandomStreams.take(self._device)
 
     def note_versions(self) -> None:
         """Take what was written into parameters up to here, a copy put back, as none of the next attempt's doing."""
-        self.versions = [parameter._version for parameter in self._parameters]  # noqa: SLF001  torch names no other way to it
+        self.versions = versions(self._parameters)
 
     def restore_places(self) -> None:
         """Put back the storages that parameters had."""
@@ -101,7 +102,16 @@ class Rewind:
     @property
     def parameters_moved(self) -> bool:
         """Whether a parameter was changed since `take`."""
-        return self.versions != [parameter._version for parameter in self._parameters]  # noqa: SLF001  as above
+        return self.versions != versions(self._parameters)
+
+
+#: Torch names no other way to it. Asked twice in every step, of all parameters, so in one call.
+_version = attrgetter("_version")
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often torch has seen each tensor written into."""
+    return [*map(_version, tensors)]
 
 
 def _has_place(parameter: Tensor) -> bool:
