@@ -119,7 +119,7 @@ class Run:
                 self._end_if_asked()
         if not self._is_at_end():
             return False
-        # Asked for all the same: torch's own shuffling draws once more at the end, and the next epoch's order hangs on it.
+        # Asked for all the same: torch's shuffling draws once more at the end, and the next epoch's order hangs on it.
         fetched = self._source.next()
         if fetched is not None:  # there are more than its length says
             self._source.give_back(fetched)

@@ -110,7 +110,7 @@ SAMPLED = {
     "int32": _tensor(torch.int32, 3),
     "uint8": _tensor(torch.uint8, 2, 2),
     "bool": (_bits, _from_bits),
-    "array": (lambda ids: np.array(ids), lambda value: value.tolist()),
+    "array": (np.array, lambda value: value.tolist()),
     "array_rows": (lambda ids: np.array([[i, i] for i in ids], np.float32), lambda value: value[:, 1].astype(int).tolist()),
     "array_names": (lambda ids: np.array([f"s{i}" for i in ids]), lambda value: [int(name[1:]) for name in value]),
     "names": (lambda ids: [f"s{i}" for i in ids], lambda value: [int(name[1:]) for name in value]),
