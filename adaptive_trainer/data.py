@@ -342,10 +342,6 @@ class Source:
         """The step of the batch taken last is done."""
         self._given_back = None
 
-    def end_epoch(self) -> None:
-        """All batches that the epoch has were taken, which need not be asked for once more."""
-        self._iterator = None
-
 
 def _holds_samples(data: Any, batch_size: int | None) -> bool:
     """Whether ``data`` gives samples, that still have to be put together into batches."""

@@ -266,7 +266,8 @@ class Loop:
 
     def _surroundings(self, lost: str = "") -> Surroundings:
         now = memory.read(self.task.device, self.task.budget)
-        known = now.allocated_bytes is not None and self._mark is not None
+        # Between two steps the mark is that of the one before, which had room for less.
+        known = self.in_step and now.allocated_bytes is not None and self._mark is not None
         return Surroundings(
             traits=self._traits,
             total_bytes=now.total_bytes,

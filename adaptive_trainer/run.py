@@ -119,8 +119,11 @@ class Run:
                 self._end_if_asked()
         if not self._is_at_end():
             return False
-        self._source.end_epoch()
-        return True
+        # Asked for all the same: torch's shuffling draws once more at the end, and the next epoch's order hangs on it.
+        fetched = self._source.next()
+        if fetched is not None:  # there are more than its length says
+            self._source.give_back(fetched)
+        return fetched is None
 
     def _warn_of_the_first(self, event: Step) -> None:
         """Say once that a loss is not finite, where no step is skipped for it."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from adaptive_trainer import AdaptiveTrainer, LadderExhausted
+from adaptive_trainer.testing import inject_oom
 from tests.zoo import ZOO, loss
 
 
@@ -90,6 +91,16 @@ def test_memory_is_measured_to_be_back_at_its_mark():
     assert len(result.fallbacks) > 1
     assert [event.held_bytes for event in result.fallbacks] == [0] * len(result.fallbacks)
     assert result.peak_bytes <= 24 * 1024
+
+
+def test_what_an_optimizer_has_made_since_the_last_step_is_not_held_by_a_failed_build():
+    trainer = AdaptiveTrainer(
+        ZOO["mlp"].make(), ZOO["mlp"].data(16), loss=loss, batch_size=8, steps=1, memory_limit="1MiB", progress=False,
+    )  # fmt: skip
+    trainer.fit()
+    with inject_oom(phase="build"):
+        result = trainer.fit()
+    assert [event.held_bytes for event in result.fallbacks] == [None]
 
 
 def test_at_the_end_of_the_ladder_the_first_failures_frames_are_dead():

@@ -129,6 +129,9 @@ DATA = {
     "own order": Noisy,
     "a loader that shuffles": lambda: loader(shuffle=True),
     "a loader with a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "a loader whose last batch is full": lambda: DataLoader(
+        Noisy(), batch_size=7, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
     "a loader that does not": loader,
     "a stream": Streamed,
     "a list": lambda: [(torch.full((8, 8), float(index)), torch.arange(8) % 3) for index in range(4)],
@@ -157,6 +160,46 @@ def test_data(tmp_path, name, at):
     resumed.fit()
     assert same(state_of(resumed), state_of(plain)) is None
     assert name != "stateful" or data.reads == 8 - (at - 1)
+
+
+@pytest.mark.parametrize("same_trainer", [True, False])
+@pytest.mark.parametrize("name", DATA)
+def test_a_run_that_was_to_end_with_an_epoch_goes_on_as_one_that_was_not(tmp_path, name, same_trainer):
+    """A shuffling loader's generator draws when the epoch's end is asked for, as a loop by hand asks for it."""
+    rest = {
+        "batch_size": 8 if name in {"own order", "a stream"} else None, "loss": nn.CrossEntropyLoss(), "epochs": None,
+    }  # fmt: skip
+    plain = trainer_of(model=classes(), data=DATA[name](), steps=8, **rest)
+    plain.fit()
+    parts = trainer_of(model=classes(), data=DATA[name](), steps=4, run_dir=tmp_path, **rest)
+    assert parts.fit().steps == 4
+    if not same_trainer:
+        parts = trainer_of(model=classes(), data=DATA[name](), steps=8, run_dir=tmp_path, **rest)
+    assert parts.fit().steps == 8
+    assert same(state_of(parts), state_of(plain)) is None
+
+
+class TooShort:
+    """Has a batch more than it says."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([(torch.full((8, 8), float(index)), torch.arange(8) % 3) for index in range(3)])
+
+
+def test_batches_beyond_the_length_are_the_next_ones():
+    ends = []
+    for steps in ([6], [2, 4]):
+        trainer = trainer_of(
+            model=classes(), data=TooShort(), batch_size=None, loss=nn.CrossEntropyLoss(), epochs=None, steps=steps[0]
+        )
+        for more in steps:
+            trainer._goal = type(trainer._goal)(more, None)
+            trainer.fit()
+        ends.append(state_of(trainer))
+    assert same(*ends) is None
 
 
 def test_the_plan_in_force_is_in_the_checkpoint(tmp_path):
