@@ -324,13 +324,15 @@ def test_a_run_that_finds_a_mark_begins_with_the_fallback_and_ends_as_one_with_t
     assert result.events[1].plan == result.fallbacks[0].old == Plan(micro_batch=6)
     assert result.fallbacks[0].new == result.plan == Plan(micro_batch=2)
     assert [record.levelname for record in caplog.records if "it was so" in record.getMessage()].count("WARNING") == 1
-    plain = trainer_of(plan=Plan(micro_batch=2), epochs=2)
-    first = trainer_of(run_dir=tmp_path / "other", epochs=1)
-    first.fit()
-    plain = trainer_of(plan=Plan(micro_batch=2), run_dir=tmp_path / "other")
-    plain._loop.inherit(Plan(micro_batch=6), Crash(pid=1, reason="", plan=None, host=True).failure())
-    plain.fit()
-    assert same(state_of(resumed), state_of(plain)) is None
+    trainer_of(run_dir=tmp_path / "calm", epochs=1).fit()
+
+    def go_down(event):
+        if event.event == "start":
+            calm._loop.descent.plan = Plan(micro_batch=2)
+
+    calm = trainer_of(run_dir=tmp_path / "calm", callbacks=[go_down])
+    calm.fit()
+    assert same(state_of(resumed), state_of(calm)) is None
 
 
 def test_a_run_that_begins_anew_has_nothing_to_do_with_the_mark(tmp_path):
