@@ -44,6 +44,7 @@ class Failure:
         exception_type: Its class, to make a fresh one from; classes hold no tensors.
         text: Its own words.
         refused: The rung that it speaks against, if it is a refusal rather than an out-of-memory.
+        crashed: It was met by an earlier process, which died of it.
     """
 
     phase: Phase
@@ -51,6 +52,7 @@ class Failure:
     exception_type: type[BaseException]
     text: str
     refused: str | None = None
+    crashed: bool = False
 
     @property
     def is_memory(self) -> bool:

@@ -22,6 +22,7 @@ from adaptive_trainer.arguments import ARGUMENTS
 from adaptive_trainer.errors import AdaptiveTrainerError, DataError, LadderExhausted, RecipeError
 from adaptive_trainer.progress import log_on_terminal
 from adaptive_trainer.report import read_history
+from adaptive_trainer.supervisor import supervise
 from adaptive_trainer.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -52,9 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, unknown = parser.parse_known_args(argv)
+    arguments.started_as = [sys.executable, "-m", "adaptive_trainer"] if argv is not None else _own_command()
+    if "overrides" in arguments and not any(entry.startswith("-") for entry in unknown):
+        arguments.overrides += unknown  # argparse takes none that come after an option
+        return arguments
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_as_overrides(unknown)}")
     return arguments
+
+
+def _own_command() -> list[str]:
+    """How this process was started, without the arguments."""
+    return [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
 
 
 def _as_overrides(unknown: Sequence[str]) -> str:
@@ -98,6 +108,8 @@ def _version() -> str:
 def _fit(arguments: argparse.Namespace) -> int:
     from adaptive_trainer.recipe import load_recipe  # noqa: PLC0415  other commands read no YAML
 
+    if arguments.restarts is not None:
+        return _supervised(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from adaptive_trainer.trainer import AdaptiveTrainer  # noqa: PLC0415  torch is slow, a mistake is told first
 
@@ -107,6 +119,25 @@ def _fit(arguments: argparse.Namespace) -> int:
         _complain(f"warning: {warning}")
     _say(_result_words(result))
     return DONE
+
+
+def _supervised(arguments: argparse.Namespace) -> int:
+    from adaptive_trainer.recipe import read_values  # noqa: PLC0415  other commands read no YAML
+
+    values = read_values(arguments.recipe, arguments.overrides)
+    run_dir = values.get("run_dir")
+    if not isinstance(run_dir, str) or not run_dir:
+        raise RecipeError("run_dir: --restarts needs a folder with checkpoints to go on from; type run_dir=runs/first")
+    command = [*arguments.started_as, "fit", arguments.recipe, *arguments.overrides]
+    # A run that is to begin anew has done so by the first start.
+    again = [*command, "resume=auto"] if values.get("resume") == "never" else command
+    return supervise(command, again, Path(run_dir), arguments.restarts, _complain)
+
+
+def _num_restarts(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of restarts; type 1 or more")
+    return int(text)
 
 
 def _result_words(result: FitResult) -> str:
@@ -167,6 +198,15 @@ COMMANDS = (
         (
             ("recipe", {"metavar": "RECIPE", "help": "a YAML file"}),
             ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as epochs=3 or model.width=512"}),
+            (
+                "--restarts",
+                {
+                    "metavar": "N",
+                    "type": _num_restarts,
+                    "help": "run in a process of its own, and start it again, at most N times, one rung lower, when it "
+                    "is killed by signal 9 or loses its device; needs a run_dir",
+                },
+            ),
         ),
     ),
     _Command(

@@ -7,17 +7,17 @@ batch nothing is caught: whatever it raises passes through untouched, and the it
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptive_trainer.data_checks import refuse_columns, refuse_samples
 from adaptive_trainer.errors import DataError, RecipeError
+from adaptive_trainer.order import Order, generators, parts
 from adaptive_trainer.streams import RandomStreams
 
 log = logging.getLogger("adaptive_trainer")
@@ -46,35 +46,6 @@ class _Beginning:
     streams: RandomStreams
     are_the_steps: bool
     generators: list[torch.Tensor]
-
-
-class _Order(Sampler[list[int]]):
-    """The index lists of one epoch: a permutation that depends on seed and epoch alone, cut into batches.
-
-    Attributes:
-        epoch: Which permutation it is.
-        start: The batch to begin with, where an epoch is gone on with.
-    """
-
-    def __init__(self, num_samples: int, batch_size: int, seed: int, *, shuffle: bool) -> None:
-        self._num_samples = num_samples
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self.epoch = 0
-        self.start = 0
-
-    def __len__(self) -> int:
-        return math.ceil(self._num_samples / self._batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self._num_samples)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._num_samples, generator=generator)
-        indices = order.tolist()
-        for start in range(self.start * self._batch_size, self._num_samples, self._batch_size):
-            yield indices[start : start + self._batch_size]
 
 
 class Source:
@@ -110,7 +81,7 @@ class Source:
     ) -> None:
         self._key = key
         self._data = data
-        self._order: _Order | None = None
+        self._order: Order | None = None
         self._iterator: Iterator[Any] | None = None
         self._given_back: Fetched | None = None
         self._epoch = 0
@@ -137,7 +108,7 @@ class Source:
         if isinstance(data, IterableDataset):
             self.loader = DataLoader(data, batch_size=batch_size, **options)
             return
-        self._order = _Order(self._num_samples(data, batch_size), batch_size, seed, shuffle=shuffle)
+        self._order = Order(self._num_samples(data, batch_size), batch_size, seed, shuffle=shuffle)
         self.loader = DataLoader(data, batch_sampler=self._order, **options)
 
     @classmethod
@@ -215,8 +186,8 @@ class Source:
                 self._warn_of_beginning_anew()
             self.num_taken = start
             self._tell(epoch)
-            states = [generator.get_state() for generator in _generators(self.loader)]
-            self._began = _Beginning(self._streams or RandomStreams.take(_HOST), self._streams is None, states)
+            streams = self._streams or RandomStreams.take(_HOST)
+            self._began = _Beginning(streams, self._streams is None, _states(self.loader))
         if self._order is not None:
             self._order.start = self.num_taken
         with self._own_streams():
@@ -227,7 +198,7 @@ class Source:
         began, loader = self._began, None
         if self._is_stateful and self._given_back is None:
             loader = self.loader.state_dict()  # type: ignore[attr-defined]  # asked for just now
-        here = [generator.get_state() for generator in _generators(self.loader)]
+        here = _states(self.loader)
         return {
             "in_epoch": self.in_epoch,
             "epoch": self._epoch,
@@ -237,16 +208,22 @@ class Source:
             "began_with_steps": began is not None and began.are_the_steps,
             "generators": began.generators if began is not None and self.in_epoch else here,
             "loader": loader,
+            "generators_now": here,
         }
 
     def resume(self, position: dict[str, Any], streams_of: Callable[[Any], RandomStreams]) -> None:
         """Go to where `position` was. What cannot be sought is read and dropped. Moves the steps' random streams."""
-        for generator, state in zip(_generators(self.loader), position["generators"], strict=False):
-            generator.set_state(state)
-        if position["loader"] is not None and self._is_stateful:
+        _put(self.loader, position["generators"])
+        is_told = position["loader"] is not None and self._is_stateful
+        if is_told:
             self.loader.load_state_dict(position["loader"])  # type: ignore[attr-defined]  # as above
         if position["in_epoch"]:
             self._go_on(position, streams_of(position["began"]))
+        elif is_told and isinstance(self.loader, DataLoader):
+            iter(self.loader)  # takes up that its epoch is over; the next one comes from a fresh one
+        if is_told:
+            # torchdata's draws while it goes to its place, and less than it drew on the way there.
+            _put(self.loader, position["generators_now"])
         self._epoch = position["epoch"]
         self._streams = None if position["streams"] is None else streams_of(position["streams"])
 
@@ -272,7 +249,7 @@ class Source:
         if self._order is not None:
             self._order.epoch = epoch
         told: list[Any] = []
-        for owner in (self.loader, *_parts(self.loader)):
+        for owner in (self.loader, *parts(self.loader)):
             if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
                 owner.set_epoch(epoch)
                 told.append(owner)
@@ -351,14 +328,10 @@ def _holds_samples(data: Any, batch_size: int | None) -> bool:
     return batch_size is not None and has_items and not isinstance(data, str | bytes | Mapping)
 
 
-def _parts(loader: Any) -> list[Any]:
-    """What of a loader may want to be told the epoch."""
-    parts = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return [part for part in (*parts, inner) if part is not None]
+def _states(loader: Any) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators(loader)]
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators of their own that a loader and its samplers draw from."""
-    found = [getattr(part, "generator", None) for part in (loader, *_parts(loader))]
-    return list(dict.fromkeys(entry for entry in found if isinstance(entry, torch.Generator)))
+def _put(loader: Any, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators(loader), states, strict=False):
+        generator.set_state(state)

@@ -257,7 +257,7 @@ class Descent:
                 new=new,
                 fidelity=decision.fidelity,
                 skipped=dict(decision.skipped),
-                reason="; ".join((f"frees {decision.rung.gives}", *_advice(event))),
+                reason="; ".join((f"frees {decision.rung.gives}", *_advice(event, failure))),
                 scope="step" if alone else self._scope,
                 held_bytes=around.held_bytes,
                 num_rows=self.load.num_rows,
@@ -292,6 +292,7 @@ class Descent:
             num_rows=rows,
             fitting_rows=fits,
             suspected=failure is not None and failure.recognition.verdict is Verdict.SUSPECTED,
+            crashed=failure is not None and failure.crashed,
             used=frozenset(self._used),
             undone=frozenset(self.undone),
             leak_answered=self._leak_answered(),
@@ -305,8 +306,8 @@ class Descent:
             Symptoms(
                 phase=failure.phase,
                 numbers=replace(numbers, total_bytes=total_bytes),
-                host=recognition.host and not around.host_is_device,
-                suspected=suspected,
+                host=recognition.host and (failure.crashed or not around.host_is_device),
+                suspected=suspected or failure.crashed,
                 num_elements=_largest_piece(self.now, self.load),
                 usual_elements=self._usual_elements(),
                 held_bytes=self._held_bytes(),
@@ -352,8 +353,9 @@ class Descent:
         return replace(plan, **{field_name: getattr(self.start, field_name)})
 
 
-def _advice(event: OutOfMemory) -> tuple[str, ...]:
-    return (ADVICE[event.cause],) if event.cause in ADVICE else ()
+def _advice(event: OutOfMemory, failure: Failure | None = None) -> tuple[str, ...]:
+    crash = (failure.text,) if failure is not None and failure.crashed else ()
+    return (*crash, *((ADVICE[event.cause],) if event.cause in ADVICE else ()))
 
 
 def _largest_piece(plan: Plan, load: Load) -> float:

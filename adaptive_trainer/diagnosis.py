@@ -39,8 +39,8 @@ class Symptoms:
     Attributes:
         phase: Where it struck.
         numbers: What the message and the device said.
-        host: Host memory ran out, while the training is on another device.
-        suspected: It only may have been memory.
+        host: Host memory ran out, while the training is on another device, or the kernel killed the process for it.
+        suspected: It only may have been memory, or nobody is left who has seen it.
         num_elements: Tensor elements of the failed batch's largest micro-batch.
         usual_elements: The median of the batches before it, cut under the same plan; None for the first ones.
         held_bytes: What tensors held when each of the last steps began, the failed one last.
@@ -84,8 +84,8 @@ def _long(seen: Symptoms) -> bool:
 
 
 _RULES: tuple[tuple[Cause, Callable[[Symptoms], bool]], ...] = (
-    (Cause.UNKNOWN, lambda seen: seen.suspected),
     (Cause.HOST_MEMORY, lambda seen: seen.host),
+    (Cause.UNKNOWN, lambda seen: seen.suspected),
     (Cause.OTHER_PROCESS, _held_by_others),
     (Cause.FRAGMENTATION, _fragmented),
     (Cause.LEAK, _leaking),

@@ -153,7 +153,7 @@ def _try(rung: Rung, situation: Situation) -> Plan | Skip:
             "for one more try, or Skip(reason)"
         )
     if found == plan:
-        return Skip("it was tried in this step already") if rung.name in situation.used else found
+        return Skip(spent) if (spent := _spent(rung, situation)) else found
     if found.micro_batch != plan.micro_batch and situation.traits.cut_refusal is not None:
         return Skip(situation.traits.cut_refusal)
     if not found.descends_from(plan):
@@ -161,6 +161,13 @@ def _try(rung: Rung, situation: Situation) -> Plan | Skip:
     # Endless halving would only hide a leak. The same plan again is still granted: a user's rung may free what leaks.
     hidden = Skip("what is held grows with every step, and one lower plan was taken for that already")
     return hidden if situation.event.cause is Cause.LEAK and situation.leak_answered else found
+
+
+def _spent(rung: Rung, situation: Situation) -> str:
+    """Why another try of the same plan is not granted; empty if it is."""
+    if situation.crashed:
+        return "the process that ran out of memory is dead, and what it held is free already"
+    return "it was tried in this step already" if rung.name in situation.used else ""
 
 
 def _refusal(rung: Rung, situation: Situation) -> str | None:

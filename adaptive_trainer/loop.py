@@ -86,6 +86,7 @@ class Loop:
         self._batch: Any = None
         self._traits = Traits()
         self._mark: int | None = None
+        self._inherited: Failure | None = None
         # Nobody counts the memory of a CPU without a limit, so nobody needs to be asked in every step.
         self._is_measured = task.budget is not None or task.device.type != "cpu"
 
@@ -97,6 +98,11 @@ class Loop:
         model = self.workshop.load().model
         if not model.training:
             model.train()
+
+    def inherit(self, plan: Plan | None, failure: Failure) -> None:
+        """Go on after a process that has died: from its plan, and one rung lower in the next step."""
+        self.descent.plan = plan or self.descent.plan
+        self._inherited = failure
 
     @property
     def whole_start(self) -> Plan:
@@ -128,6 +134,10 @@ class Loop:
         try:
             self._face(fetched)
             self._prepare(engine)
+            if self._inherited is not None:
+                failure, self._inherited = self._inherited, None
+                self._answer(failure)
+                engine = self.workshop.open()
             committed = self._insist(engine, self._attempted)
         except BaseException as error:
             self._abandon(error)

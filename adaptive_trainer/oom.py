@@ -22,8 +22,7 @@ So all that is known stands in one table, ``RULES``, read from top to bottom; th
 6.  *The rest of a family.* "CUDA error: ..." and "NCCL error ..." in words that no row above knows. To know that they
     are not memory matters in a chain: raised while an out-of-memory was handled, it is they that are to be reported.
 
-What a pattern cannot say is code, in ``_recognise_one``: a row of 3 to 5 whose request is one PiB or more is hopeless
-too, however it is spelled.
+What no pattern can say is in ``_recognise_one``: a row of 3 to 5 whose request is one PiB or more is hopeless too.
 """
 
 from __future__ import annotations
@@ -118,7 +117,8 @@ RULES: tuple[Rule, ...] = (
     _row(_NOT, "sticky error", "illegal memory access", "device-side assert triggered", "unspecified launch failure",
          "cudaErrorIllegalAddress", "CUDA_ERROR_ILLEGAL_ADDRESS", "misaligned address"),
     _row(_NOT, "launch limit", "invalid configuration argument", "too many resources requested for launch"),
-    _row(_NOT, "device lost", r"ERROR_DEVICE_LOST\b", "DXGI_ERROR_DEVICE_REMOVED"),
+    _row(_NOT, "device lost", r"ERROR_DEVICE_LOST\b", "DXGI_ERROR_DEVICE_REMOVED", r"\bGPU is lost\b",
+         r"(?:CUDA|HIP) error: (?:context is destroyed|invalid device context|device lost)"),
     _row(_NOT, "triton", r"\bout of resource: "),
     _row(_NOT, "triton", "", class_name="OutOfResources"),
     _row(_NOT, "xla", r"memory space [vs]mem\b"),

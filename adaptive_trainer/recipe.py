@@ -83,15 +83,31 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: With all mistakes at once.
     """
     path = Path(path)
-    config = _parse(path, _read(path))
-    mistakes = [sentence for override in overrides if (sentence := _apply(config, override))]
-    values = _plain(config, (), mistakes)
+    values, mistakes = _read_values(path, overrides)
     mistakes += check_arguments(values, _unmade(values))
     _search_in(path.parent.resolve(), Path.cwd())
     mistakes += [sentence for key, value in values.items() if key in ARGUMENTS for sentence in _check_value(key, value)]
     if mistakes:
         raise RecipeError(mistakes)
     return Recipe(path, values)
+
+
+def read_values(path: str | Path, overrides: Sequence[str] = ()) -> Mapping[str, Any]:
+    """A recipe's content as plain data, resolved but not judged: nothing that it names is imported.
+
+    Raises:
+        RecipeError: With all mistakes of the file and the overrides.
+    """
+    values, mistakes = _read_values(Path(path), overrides)
+    if mistakes:
+        raise RecipeError(mistakes)
+    return values
+
+
+def _read_values(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    config = _parse(path, _read(path))
+    mistakes = [sentence for override in overrides if (sentence := _apply(config, override))]
+    return _plain(config, (), mistakes), mistakes
 
 
 def _search_in(*folders: Path) -> None:

@@ -76,6 +76,7 @@ class Situation:
         num_rows: Samples of the failed batch on this process; None where the batch has no such number.
         fitting_rows: Samples of this batch that are as large as what is known to fit; None where nothing is known.
         suspected: It only may have been memory; then a smaller piece is the one thing to try.
+        crashed: The process that it happened to is dead, so the same plan would not find more room.
         used: Rungs that were already granted another try of the same plan in this step.
         undone: Rungs that were taken back in this run.
         leak_answered: A lower plan was taken for a leak in this run already.
@@ -87,6 +88,7 @@ class Situation:
     num_rows: int | None = None
     fitting_rows: int | None = None
     suspected: bool = False
+    crashed: bool = False
     used: frozenset[str] = frozenset()
     undone: frozenset[str] = frozenset()
     leak_answered: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -12,9 +13,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("adaptive_trainer")
 
+#: Signals of a kind that come within so many seconds are one. Process managers, and a supervisor whose whole group was
+#: sent the signal, let a process have it twice.
+ECHO_SECONDS = 1.0
+
 
 class Signals:
-    """Takes both signals within its block, once each; the next of its kind does what it did before.
+    """Takes both signals within its block, once each; the next of its kind, but for an echo, does what it did before.
 
     Only the main thread of a process can do that; elsewhere nothing is taken.
     """
@@ -22,6 +27,7 @@ class Signals:
     def __init__(self, *, taken: bool) -> None:
         self._asked: int | None = None
         self._before: dict[int, Any] = {}
+        self._came: dict[int, float] = {}
         self._taken = taken and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -34,8 +40,13 @@ class Signals:
             signal.signal(*self._before.popitem())
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        self._asked = number
-        signal.signal(number, self._before.pop(number))
+        now = time.monotonic()
+        if number in self._came:
+            if now - self._came[number] >= ECHO_SECONDS:
+                signal.signal(number, self._before.pop(number))
+                signal.raise_signal(number)
+            return
+        self._asked, self._came[number] = number, now
         log.warning("%s: the step under way is finished first; once more ends at once", signal.Signals(number).name)
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from adaptive_trainer import checkpoints, memory, portrait
 from adaptive_trainer.arguments import check_arguments
+from adaptive_trainer.crash import Mark
 from adaptive_trainer.data import Source
 from adaptive_trainer.data_checks import refuse_used_up
 from adaptive_trainer.engines.base import Task
@@ -171,8 +172,7 @@ class AdaptiveTrainer:
         self._recipe: Recipe | None = None
         self._run: Run | None = None
         self._resume = resume
-        self._checkpoint_steps = checkpoint_steps
-        self._keep_checkpoints = keep_checkpoints
+        self._keeping: dict[str, Any] = {"every": checkpoint_steps, "keep": keep_checkpoints}
 
     @classmethod
     def from_recipe(cls, recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Self:
@@ -235,12 +235,10 @@ class AdaptiveTrainer:
             self._journal = stack.enter_context(self._open_journal(stack, goal.total_steps(self._source.num_batches)))
             if opened is not None:
                 self._take_up(opened, self._source)
+            stack.enter_context(Mark(self._run_dir, loop, fresh=self._resume == "never" and loop.track.step == 0))
             self._start(self._source, None if opened is None else str(opened.path))
             signals = stack.enter_context(Signals(taken=self._run_dir is not None))
-            keeping = checkpoints.Checkpoints(
-                self._run_dir, loop, self._source, self._told,
-                every=self._checkpoint_steps, keep=self._keep_checkpoints,
-            )  # fmt: skip
+            keeping = checkpoints.Checkpoints(self._run_dir, loop, self._source, self._told, **self._keeping)
             stack.callback(keeping.close)
             run = Run(
                 loop, self._source, goal, self._record,

@@ -224,7 +224,7 @@ def test_help_names_every_command_and_imports_neither_torch_nor_rich():
 def test_the_commands_and_their_options_are_these():
     """A frozen list: what users type does not grow by accident."""
     assert {entry.name: [name for name, _ in entry.arguments] for entry in cli.COMMANDS} == {
-        "fit": ["recipe", "overrides"],
+        "fit": ["recipe", "overrides", "--restarts"],
         "report": ["run_dir"],
         "doctor": [],
     }

@@ -36,7 +36,7 @@ ARGUMENTS_IN_ORDER = """
 
 COMMANDS = {
     "": ["--help", "--version"],
-    "fit": ["--help", "overrides", "recipe"],
+    "fit": ["--help", "--restarts", "overrides", "recipe"],
     "report": ["--help", "run_dir"],
     "doctor": ["--help"],
 }
