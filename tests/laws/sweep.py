@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from adaptive_trainer import AdaptiveTrainer, LadderExhausted, Plan, history, phases, saving
 from adaptive_trainer.allocations import Allocations
@@ -271,7 +270,7 @@ def stopped(case: Case, at: int) -> tuple[Seen, dict[str, Any]]:
     """A run that ends where step ``at`` begins."""
     seen = Seen()
 
-    class End(Exception):  # noqa: N818  it is no error
+    class End(Exception):
         pass
 
     def end(event: Event) -> None:
@@ -348,7 +347,9 @@ def _lost_by_going_on(point: Point, seen: Seen, end: dict[str, Any]) -> str:
     plan = PLANS[point.case.rung]
     rungs, piece = [event.rung for event in seen.fallbacks], plan.micro_batch
     for event in seen.fallbacks:
-        if event.step != point.step - 1 or event.old != (plan if event.scope == "run" else replace(plan, micro_batch=piece)):
+        if event.step != point.step - 1 or event.old != (
+            plan if event.scope == "run" else replace(plan, micro_batch=piece)
+        ):
             return f"a fallback that nothing asked for: {event}"
         if event.scope == "run":
             plan = event.new
