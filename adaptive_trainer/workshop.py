@@ -60,6 +60,7 @@ class Workshop:
             DataError: It is no module.
         """
         while self.state is None:
+            streams = RandomStreams.take(self.task.device)
             with Boundary(self.task.track, self.task.answerable) as boundary:
                 model = self._model
                 if not isinstance(model, nn.Module):
@@ -67,6 +68,7 @@ class Workshop:
                         model = model()
                 self.state = TrainState(model=_module(model))
             if boundary.failure is not None:
+                streams.restore()  # what was drawn for weights that found no room is drawn again
                 self._answer(boundary.failure)
         return self.state
 
@@ -88,9 +90,11 @@ class Workshop:
             self.close()
         while self.engine is None:
             state = self.load()
+            streams = RandomStreams.take(self.task.device)
             with Boundary(self.task.track, self.task.answerable) as boundary:
                 self.engine = build(self._plan().build, state, self.task)
             if boundary.failure is not None:
+                streams.restore()
                 self._answer(boundary.failure)
         self._opened_for = self._plan()
         return self.engine

@@ -101,6 +101,7 @@ class NativeEngine:
     def discard(self) -> bool:
         """Go back to the state that `prepare` remembered, parameters apart. Returns whether none of these has moved."""
         self._clear_gradients()
+        _forget_branches()
         self._precision.reset(self.optimizer)
         untouched = not (self._entered or self._closure or self.rewind.parameters_moved)
         self.rewind.restore()
@@ -290,3 +291,12 @@ class NativeEngine:
         if self._entering is not None:
             self._entering.remove()
         self._clear_gradients()
+
+
+def _forget_branches() -> None:
+    """Let go of the branches that a failed backward had not come to.
+
+    Torch leaves them in its queue, with all that they have saved, until the thread's next backward passes them over.
+    """
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).clone().backward()

@@ -83,6 +83,33 @@ def test_a_backward_that_fails_keeps_no_graph():
     assert set(alive) == {0}
 
 
+def test_branches_that_a_failed_backward_had_not_come_to_yet_are_gone():
+    """Torch leaves them in its queue, with all that they have saved, until somebody calls backward again."""
+    alive, saved = [], []
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if len(alive) < 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return gradient
+
+    def step(model, batch):
+        alive.append(sum(reference() is not None for reference in saved))
+        output = model(batch[0])
+        early = output.exp()
+        saved.append(weakref.ref(early.untyped_storage()))
+        return loss(early + Fail.apply(output), batch[1])
+
+    AdaptiveTrainer(ZOO["mlp"].make(), ZOO["mlp"].data(8), step=step, batch_size=8, progress=False).fit()
+    assert len(alive) > 3
+    assert set(alive) == {0}
+
+
 def test_memory_is_measured_to_be_back_at_its_mark():
     trainer = AdaptiveTrainer(
         ZOO["mlp"].make(), ZOO["mlp"].data(512), loss=loss, batch_size=256, memory_limit="24KiB", progress=False,

@@ -242,6 +242,28 @@ def test_the_first_optimizer_step_may_fail_half_way():
     assert same(ends[0], ends[1]) is None
 
 
+class Noisy(torch.optim.SGD):
+    """Draws numbers when it is made."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05 * float(torch.rand(1) + random.random()))
+
+
+@pytest.mark.parametrize("phase", ["load", "build"])
+@pytest.mark.parametrize("allocation", [1, 2])
+def test_a_model_and_an_optimizer_made_anew_are_those_of_the_first_try(phase, allocation):
+    """What is drawn for weights that memory then runs out for is drawn again."""
+    ends = []
+    for disturbed in (False, True):
+        trainer = AdaptiveTrainer(
+            ZOO["mlp"].model, ZOO["mlp"].data(16), loss=loss, optimizer=Noisy, batch_size=8, progress=False
+        )
+        with inject_oom(step=1 if disturbed else 99, phase=phase, allocation=allocation):
+            assert len(trainer.fit().fallbacks) == disturbed
+        ends.append(state_of(trainer))
+    assert same(*ends) is None
+
+
 def test_lbfgs_is_replayed_exactly():
     ends = []
     for disturbed in (False, True):
