@@ -299,4 +299,4 @@ def _forget_branches() -> None:
     Torch leaves them in its queue, with all that they have saved, until the thread's next backward passes them over.
     """
     with torch.enable_grad():
-        torch.zeros((), requires_grad=True).clone().backward()
+        torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]  # torch's own
