@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("adaptive_trainer")
 
 NAME = "crash.json"
-_MAX_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,7 @@ class Crash:
 def left(run_dir: Path) -> Crash | None:
     """The mark in a run's folder; None if there is none, or nothing that one could be."""
     try:
-        text = (run_dir / NAME).read_bytes()[:_MAX_BYTES]
-        row = json.loads(text)
+        row = json.loads((run_dir / NAME).read_bytes())
         plan = row["plan"] if row["plan"] is None else Plan(**row["plan"])
         found = Crash(pid=row["pid"], reason=row["reason"], plan=plan, host=row["host"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

@@ -121,7 +121,7 @@ class History:
         self._versions = versions(self._parameters)
 
     def forget(self) -> None:
-        """Another engine is coming, and what is kept was done by this one."""
+        """Hold nothing more: another engine is coming, or there is no room; the next step takes a copy."""
         self._copy, self._versions = None, None
         self._steps.clear()
 

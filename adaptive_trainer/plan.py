@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "parameters"]
@@ -99,6 +102,15 @@ class Plan:
         """The plan as the journal writes it, with the `accumulation` that it means."""
         row = asdict(self)
         return {"micro_batch": row.pop("micro_batch"), "accumulation": self.accumulation(num_samples, smallest), **row}
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """The plan that `as_dict` gave a row of the journal.
+
+        Raises:
+            ValueError: A value is none that a plan may have.
+        """
+        return cls(**{entry.name: row[entry.name] for entry in fields(cls) if entry.name in row})
 
     def __str__(self) -> str:
         parts = ["whole batch" if self.micro_batch is None else f"micro-batch {self.micro_batch}", self.precision]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -13,13 +15,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("adaptive_trainer")
 
-#: Signals of a kind that come within so many seconds are one. Process managers, and a supervisor whose whole group was
-#: sent the signal, let a process have it twice.
+#: Where a supervisor tells its child its process id. It hands on what it is sent; what its whole group was sent, such
+#: as Ctrl-C, its child therefore has twice, and takes for one within so many seconds.
+SUPERVISOR = "ADAPTIVE_TRAINER_SUPERVISOR"
 ECHO_SECONDS = 1.0
 
 
 class Signals:
-    """Takes both signals within its block, once each; the next of its kind, but for an echo, does what it did before.
+    """Takes both signals within its block, once each; the next of its kind does what it did before.
 
     Only the main thread of a process can do that; elsewhere nothing is taken.
     """
@@ -27,7 +30,7 @@ class Signals:
     def __init__(self, *, taken: bool) -> None:
         self._asked: int | None = None
         self._before: dict[int, Any] = {}
-        self._came: dict[int, float] = {}
+        self._echoes = os.environ.get(SUPERVISOR) == str(os.getppid())
         self._taken = taken and threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -40,14 +43,15 @@ class Signals:
             signal.signal(*self._before.popitem())
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number in self._came:
-            if now - self._came[number] >= ECHO_SECONDS:
-                signal.signal(number, self._before.pop(number))
-                signal.raise_signal(number)
-            return
-        self._asked, self._came[number] = number, now
+        self._asked = number
+        again = partial(self._ask_again, time.monotonic()) if self._echoes else self._before.pop(number)
+        signal.signal(number, again)
         log.warning("%s: the step under way is finished first; once more ends at once", signal.Signals(number).name)
+
+    def _ask_again(self, since: float, number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - since >= ECHO_SECONDS:
+            signal.signal(number, self._before.pop(number))
+            signal.raise_signal(number)
 
     @property
     def asked(self) -> bool:

@@ -9,6 +9,7 @@ It holds neither torch nor the model, and nothing of the run: the terminal is th
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from adaptive_trainer.crash import Crash
 from adaptive_trainer.errors import RecipeError
 from adaptive_trainer.plan import Plan
 from adaptive_trainer.report import read_history
+from adaptive_trainer.signals import SUPERVISOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,8 +84,7 @@ def _plan_in_force(run_dir: Path) -> Plan | None:
     """The plan that the journal has last; None if it has none."""
     try:
         history = read_history(run_dir)
-        row = None if history is None else history.plan
-        return None if row is None else Plan(**{key: value for key, value in row.items() if key != "accumulation"})
+        return None if history is None or history.plan is None else Plan.of_row(history.plan)
     except (RecipeError, TypeError, ValueError):  # killed before it had begun, or a journal that somebody has edited
         return None
 
@@ -92,7 +93,7 @@ class _Child:
     """One child at a time, which gets what this process is asked by signals. Only a main thread can be asked.
 
     It stays in this process's group, so that it may read from the terminal. What is sent to the whole group (Ctrl-C,
-    a process manager) therefore reaches it twice, a moment apart, which `signals.Signals` takes for one.
+    a process manager) therefore reaches it twice, a moment apart, which it takes for one (`signals.SUPERVISOR`).
 
     Attributes:
         is_asked: A signal has come.
@@ -118,7 +119,8 @@ class _Child:
 
     def run(self, command: Sequence[str]) -> int:
         """Start a command and wait for its end; its exit code, -n for signal n."""
-        with subprocess.Popen(command) as process:  # noqa: S603  the user's own command
+        environment = {**os.environ, SUPERVISOR: str(os.getpid())}
+        with subprocess.Popen(command, env=environment) as process:  # noqa: S603  the user's own command
             self.pid, self._process = process.pid, process
             while self._early:
                 process.send_signal(self._early.pop(0))

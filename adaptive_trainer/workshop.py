@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from adaptive_trainer.boundary import Failure
     from adaptive_trainer.engines.base import Engine, Task
     from adaptive_trainer.plan import Plan
+
+Made = TypeVar("Made")
 
 
 class Workshop:
@@ -60,17 +63,27 @@ class Workshop:
             DataError: It is no module.
         """
         while self.state is None:
-            streams = RandomStreams.take(self.task.device)
-            with Boundary(self.task.track, self.task.answerable) as boundary:
-                model = self._model
-                if not isinstance(model, nn.Module):
-                    with self.task.track.enter(Phase.LOAD):
-                        model = model()
-                self.state = TrainState(model=_module(model))
-            if boundary.failure is not None:
-                streams.restore()  # what was drawn for weights that found no room is drawn again
-                self._answer(boundary.failure)
+            self.state = self._tried(self._loaded)
         return self.state
+
+    def _loaded(self) -> TrainState:
+        model = self._model
+        if not isinstance(model, nn.Module):
+            with self.task.track.enter(Phase.LOAD):
+                model = model()
+        return TrainState(model=_module(model))
+
+    def _tried(self, make: Callable[[], Made]) -> Made | None:
+        """What ``make`` gives; None where memory ran out, which is answered then.
+
+        What was drawn for weights that found no room will be drawn again.
+        """
+        streams = RandomStreams.take(self.task.device)
+        with Boundary(self.task.track, self.task.answerable) as boundary:
+            return make()
+        streams.restore()
+        self._answer(boundary.failed)
+        return None
 
     def load_apart(self, seed: int) -> None:
         """Load the model as a run would that begins with this seed, and leave the user's random streams as they are."""
@@ -89,13 +102,7 @@ class Workshop:
         if self.engine is not None and self.engine.build != plan.build:
             self.close()
         while self.engine is None:
-            state = self.load()
-            streams = RandomStreams.take(self.task.device)
-            with Boundary(self.task.track, self.task.answerable) as boundary:
-                self.engine = build(self._plan().build, state, self.task)
-            if boundary.failure is not None:
-                streams.restore()
-                self._answer(boundary.failure)
+            self.engine = self._tried(partial(build, self._plan().build, self.load(), self.task))
         self._opened_for = self._plan()
         return self.engine
 

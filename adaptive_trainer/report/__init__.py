@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from adaptive_trainer.errors import RecipeError
@@ -198,9 +198,8 @@ def plan_words(row: Row | None) -> str:
     """A journal's plan in words, with the accumulation where it is known."""
     if row is None:
         return "unknown"
-    known = {field.name for field in fields(Plan)}
     try:
-        words = str(Plan(**{key: value for key, value in row.items() if key in known}))
+        words = str(Plan.of_row(row))
     except ValueError:
         return str(row)
     accumulation = row.get("accumulation")

@@ -56,27 +56,33 @@ class _Shared(list):
     """A list that the trainer does not rewind, because only plain lists are."""
 
 
+class _Failing(torch.autograd.Function):
+    """Gives its input, and fails in backward as long as it is told to; sees the gradient before."""
+
+    @staticmethod
+    def forward(ctx, x, fails, see):
+        ctx.fails, ctx.see = fails, see
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails():
+            ctx.see(gradient)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return gradient, None, None
+
+
 def test_a_backward_that_fails_keeps_no_graph():
     """Row 82218 of torch: the intermediates of a failed backward are gone when the next attempt begins."""
     alive, watched = [], []
-
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if len(alive) < 3:
-                watched.append(weakref.ref(gradient))
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return gradient
 
     def step(model, batch):
         alive.append(sum(reference() is not None for reference in watched))
         output = model(batch[0])
         watched.append(weakref.ref(output))
-        return Fail.apply(loss(output, batch[1]))
+        return _Failing.apply(
+            loss(output, batch[1]), lambda: len(alive) < 3, lambda gradient: watched.append(weakref.ref(gradient))
+        )
 
     AdaptiveTrainer(ZOO["mlp"].make(), ZOO["mlp"].data(8), step=step, batch_size=8, progress=False).fit()
     assert len(alive) > 3
@@ -87,23 +93,12 @@ def test_branches_that_a_failed_backward_had_not_come_to_yet_are_gone():
     """Torch leaves them in its queue, with all that they have saved, until somebody calls backward again."""
     alive, saved = [], []
 
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if len(alive) < 3:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            return gradient
-
     def step(model, batch):
         alive.append(sum(reference() is not None for reference in saved))
         output = model(batch[0])
         early = output.exp()
         saved.append(weakref.ref(early.untyped_storage()))
-        return loss(early + Fail.apply(output), batch[1])
+        return loss(early + _Failing.apply(output, lambda: len(alive) < 3, lambda _: None), batch[1])
 
     AdaptiveTrainer(ZOO["mlp"].make(), ZOO["mlp"].data(8), step=step, batch_size=8, progress=False).fit()
     assert len(alive) > 3

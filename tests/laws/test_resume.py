@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptive_trainer import AdaptiveTrainer, CheckpointError, LadderExhausted, Plan
+from adaptive_trainer.signals import SUPERVISOR
 from adaptive_trainer.testing import inject_oom
 from tests.laws.test_optimizer_step import Factored, Plain
 from tests.zoo import OPTIMIZERS, ZOO, decay, loss, same, state_of
@@ -307,6 +308,21 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(tmp_path, number, er
     resumed = trainer_of(run_dir=tmp_path)
     assert resumed.fit().events[0].resumed_from.endswith("step-00000003")
     assert same(state_of(resumed), state_of(plain)) is None
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_second_signal_ends_at_once_unless_a_supervisor_may_have_handed_on_the_first(
+    tmp_path, monkeypatch, supervised
+):
+    def ask(event):
+        if event.event == "step" and event.step == 3:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setenv(SUPERVISOR, str(os.getppid() if supervised else os.getpid()))
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(run_dir=tmp_path, callbacks=[ask]).fit()
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-00000003"] * supervised
 
 
 def test_a_run_in_a_thread_takes_no_signals(tmp_path):
